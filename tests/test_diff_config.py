@@ -1,0 +1,686 @@
+"""diff_config and config_log: every form of a logged configuration, what values mean, verdicts, formats.
+
+Run: python -m pytest tests/test_diff_config.py. Expected values are written out by hand; the log of
+MaxText itself is checked against the values that MaxText's own config object holds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import allow_list
+import config_log
+import diff_config
+from diff_config import main, meaning, same_value
+
+ROOT = pathlib.Path(__file__).parent.parent
+FIXTURES = ROOT / "tests" / "fixtures_diff"
+
+BASE = {
+    "adam_b1": "0.9", "audio_path": "", "dataset_name": "c4/en:3.1.0", "ici_fsdp_parallelism": "32",
+    "ici_parallelism": "[1, 32]", "mesh_axes": "['data', 'fsdp']", "num_experts": "512",
+    "remat_policy": "custom", "run_name": "alice", "z_loss_multiplier": "0.0",
+}  # fmt: skip
+
+GLOG = "I0317 09:59:16.236806 125344476638336 pyconfig.py:413] "
+PREFIXES = {
+    "none": "", "pasted": "# ", "glog": GLOG, "logger": "INFO:maxtext.configs.pyconfig:",
+    "kubectl": "[pod/alice-train-proc-0-0-abcde/main] " + GLOG,
+    "timestamps": "2026-03-17T09:59:16.236806123Z " + GLOG,
+    "kubectl timestamps": "[pod/a/main] 2026-03-17T09:59:16Z INFO:maxtext.configs.pyconfig:",
+    "ray": "(TrainerActor pid=4123, ip=10.0.0.7) " + GLOG,
+    "ansi": "\x1b[36m(Trainer pid=41)\x1b[0m \x1b[1mINFO\x1b[0m:",
+}  # fmt: skip
+
+
+def log(values: dict[str, str], prefix: str = GLOG, end: str = "\n") -> str:
+    return "".join(f"{prefix}Config param {key}: {value}{end}" for key, value in sorted(values.items()))
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(*texts):
+        paths = []
+        for index, text in enumerate(texts):
+            path = tmp_path / f"{'abcdef'[index]}.log"
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            paths.append(str(path))
+        return paths
+
+    return write
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv):
+        code = main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    def call(*argv):
+        code, out, err = run(*argv, "--json")
+        return code, json.loads(out), err
+
+    return call
+
+
+def values_of(path) -> list[dict[str, str]]:
+    return [block.values for blocks in config_log.read_configs(str(path)).rounds for block in blocks]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n"])
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_reads_every_prefix(files, prefix, end):
+    text = "hello\n" + log(BASE, prefix, end) + "step 0, loss 3.2\nSystem Information: x\n"
+    assert values_of(*files(text)) == [BASE]
+
+
+def test_reads_wrapped_values():
+    (values,) = values_of(FIXTURES / "wrapped.log")
+    assert values == {
+        "adam_b1": "0.9",
+        "audio_path": "",
+        "data_sharding": "(('data', 'stage', 'fsdp', 'fsdp_transpose', 'context', 'tensor', 'expert'),)",
+        "dataset_name": "c4/en:3.1.0",
+        "image_placeholder": "<|image|>",
+        "multi_tier_checkpointing_backup_interval_minutes": "30",
+        "tokenizer_path": "assets/tokenizers/tokenizer.llama2",
+        "vllm_hf_overrides": "{'architectures':['Qwen3', 'it]em'], 'note': 'a: b'}",
+        "z_loss_multiplier": "0.0",
+    }
+
+
+@pytest.mark.parametrize("prefix", [p for p in PREFIXES.values() if len(p) < 62 and "\x1b" not in p])
+@pytest.mark.parametrize("width", [78, 100])
+def test_terminal_wrapping_changes_nothing(files, prefix, width):
+    values = BASE | {
+        "chat": "x" * 300,
+        "rules": str([("a" * 20, ("b" * 10,))] * 9),
+        "w" * 60: "7",
+        "x": "[]",
+    }
+    wrapped = "".join(
+        line[i : i + width] + "\n"
+        for line in log(values, prefix).splitlines()
+        for i in range(0, max(len(line), 1), width)
+    )
+    assert values_of(*files(wrapped + "\ntraining starts\n")) == [values]
+
+
+def test_value_of_several_lines_between_two_keys(files):
+    text = log({"a": "1"}) + f"{GLOG}Config param chat_template: one\ntwo\n" + log({"d": "2"}) + "bare line\n"
+    assert values_of(*files(text)) == [{"a": "1", "chat_template": "one\ntwo", "d": "2"}]
+
+
+def test_an_unclosed_bracket_does_not_swallow_the_log(files):
+    text = log({"a": "[1, 2", "b": "3"}) + "step 1\n" * 5
+    assert values_of(*files(text)) == [{"a": "[1, 2", "b": "3"}]
+
+
+def test_blocks_of_one_process_in_turn(files):
+    text = log(BASE) + "restart\n" + log(BASE | {"remat_policy": "full"})
+    rounds = config_log.read_configs(files(text)[0]).rounds
+    assert [len(blocks) for blocks in rounds] == [1, 1]
+    assert [blocks[0].values["remat_policy"] for blocks in rounds] == ["custom", "full"]
+
+
+def test_interleaved_processes_come_apart():
+    (blocks,) = config_log.read_configs(str(FIXTURES / "two_processes.log")).rounds
+    assert [(block.process, block.values["remat_policy"]) for block in blocks] == [
+        ("pod/alice-train-proc-0-0-x1/main", "custom"), ("pod/alice-train-proc-1-0-x2/main", "full"),
+    ]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.integers(2, 5), st.integers(0, 2**32), st.booleans())
+def test_any_interleaving_comes_apart(count, seed, named):
+    """Processes that agree give the same configuration however their lines are shuffled together."""
+    shuffle = random.Random(seed)
+    queues = [log(BASE, f"[pod/p{i}/main] " if named else "").splitlines() for i in range(count)]
+    lines = []
+    while any(queues):
+        lines.append(shuffle.choice([queue for queue in queues if queue]).pop(0))
+    text = "\n".join(lines).encode() + b"\n"
+    log_read = config_log._read(io.BytesIO(text), "x")
+    assert [block.values for blocks in log_read.rounds for block in blocks] == [BASE] * count
+    if named:
+        assert [len(blocks) for blocks in log_read.rounds] == [count]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_pieces_of_any_size_read_the_same(monkeypatch, chunk):
+    whole = [values_of(FIXTURES / name) for name in ("wrapped.log", "two_processes.log")]
+    monkeypatch.setattr(config_log, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(config_log, "_json_values", lambda *_: None)
+    assert [values_of(FIXTURES / name) for name in ("wrapped.log", "two_processes.log")] == whole
+
+
+def test_reads_a_bench_result_and_key_values(files):
+    config = {"a": 1, "b": True, "c": None, "d": ["x", 2.5], "e": "text"}
+    result = json.dumps({"schema": "trainer-bench/1", "config": config})
+    lines = "# asked\n\na=1\nb=True c=None\nd=['x', 2.5]\ne=text\n"
+    expected = {"a": "1", "b": "True", "c": "None", "d": "['x', 2.5]", "e": "text"}
+    assert [values_of(path) for path in files(result, lines)] == [[expected], [expected]]
+
+
+class Endless(io.RawIOBase):
+    """A log of `size` bytes with one configuration near its end, made while it is read."""
+
+    def __init__(self, size):
+        self.left, self.tail = size, log(BASE).encode() + b"done\n"
+
+    def read(self, count=-1):
+        if self.left > 0:
+            count = min(count, self.left)
+            self.left -= count
+            return (b"I0317 step: 12, seconds: 30.1, loss: 1.234567\n" * (count // 46 + 1))[: count - 1] + b"\n"
+        self.tail, tail = b"", self.tail
+        return tail
+
+
+def test_memory_does_not_grow_with_the_log():
+    tracemalloc.start()
+    (blocks,) = config_log._read(Endless(300 * 2**20), "big").rounds
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert blocks[0].values == BASE
+    assert peak < 40 * 2**20
+
+
+def test_a_line_without_end_is_not_kept_whole():
+    stream = io.BytesIO(b"x" * (20 * 2**20) + b"\n" + log(BASE).encode())
+    assert config_log._read(stream, "x").rounds[0][0].values == BASE
+
+
+def test_line_numbers_are_right(files):
+    text = "one\ntwo\n" + log({"a": "1"}) + "four\n" + log({"b": "2"})
+    block = config_log.read_configs(files(text)[0]).rounds[0][0]
+    assert (block.first_line, block.last_line) == (3, 5)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+SAME = [
+    ("7", "7.0"), ("1e-06", "0.000001"), ("1e-6", "1.0e-6"), ("true", "True"), ("False", "FALSE"), ("None", ""),
+    ("null", "None"), ("RematLocation.DEVICE", "device"), ("RematLocation.DEVICE", "RematLocation.DEVICE"),
+    ("QuantizationType.NONE", ""), ("QuantizationType.NONE", "None"), ("CustomRule.DEFAULT", ""),
+    ("CustomRule.CP_AS_EP", "cp-as-ep"), ("RopeType.LLAMA3_1", "llama3.1"), ("('a', 1)", "['a', 1.0]"), ("(4,)", "[4]"),
+    ("{'a': 1, 'b': None}", "{'b': None, 'a': 1.0}"), ("[<RematLocation.DEVICE: 'device'>]", "['device']"),
+    ("inf", "inf"), ("nan", "nan"), ("[inf, nan]", "(inf, nan)"), ("-1", "-1.0"), ("[1,  2]", "[1, 2]"),
+]  # fmt: skip
+DIFFERENT = [
+    ("1", "True"), ("0", "False"), ("0", ""), ("0", "None"), ("7", "8"), ("a", "A"), ("64", "sixty-four"),
+    ("[1, 2]", "[2, 1]"),
+    ("[1]", "1"), ("['1']", "[1]"), ("{'a': 1}", "{'a': 2}"), ("RematLocation.DEVICE", "RematLocation.REMAT"),
+    ("RematLocation.DEVICE", "remat"), ("none", "None"), ("False", "None"), ("[True]", "[1]"), ("1.10.0", "1.1.0"),
+    ("full", ""), ("[]", "None"), ("CustomRule.DEFAULT", "cp-as-ep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), SAME)
+def test_one_value_in_two_spellings(run_json, files, a, b):
+    assert same_value(a, b) and same_value(b, a)
+    code, document, _ = run_json(*files(log(BASE | {"k": a}), log(BASE | {"k": b})))
+    assert code == 0 and document["same"] and document["changed"] == []
+    assert [item["key"] for item in document["spelling"]] == ([] if a == b else ["k"])
+
+
+@pytest.mark.parametrize(("a", "b"), DIFFERENT)
+def test_two_values(run_json, files, a, b):
+    assert not same_value(a, b) and not same_value(b, a)
+    code, document, _ = run_json(*files(log(BASE | {"k": a}), log(BASE | {"k": b})))
+    assert code == 1 and [(i["key"], i["a"], i["b"]) for i in document["changed"]] == [("k", a, b)]
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner))
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(VALUES)
+def test_what_python_prints_is_read_back(value):
+    if isinstance(value, str):
+        return
+    assert diff_config._same(meaning(str(value)), value)
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def test_the_examples_differ_as_they_were_made(run):
+    code, out, err = run(ROOT / "examples/config_a.log", ROOT / "examples/config_b.log")
+    assert (code, err) == (1, "")
+    assert out == (
+        "A: 59 keys, one configuration\n"
+        "B: 59 keys, one configuration\n"
+        "\n"
+        "changed (4)\n"
+        "  remat      context  RematLocation.REMAT -> RematLocation.OFFLOAD\n"
+        "  remat      remat_policy  full -> custom\n"
+        "  moe        num_moe_token_chunks  1 -> 2\n"
+        "  batch      per_device_batch_size  1 -> 2\n"
+        "\n"
+        "derived: they follow from others (4)\n"
+        "  batch      global_batch_size_to_train_on  8 -> 16\n"
+        "  batch      micro_batch_size_to_train_on  8 -> 16\n"
+        "  remat      tensors_on_device  None -> ['decoder_layer_input']\n"
+        "  remat      tensors_to_offload  None -> ['context']\n"
+        "\n"
+        "volatile: names and places of the run, not counted (3)\n"
+        "  checkpoint_dir, run_name, tensorboard_dir\n"
+        "\n"
+        "different: 4 changed, 4 derived; 48 keys unchanged, 3 volatile\n"
+    )
+
+
+def test_json_has_the_promised_fields(run_json, files):
+    a = BASE | {"gone": "1", "emb_dim": "64", "n": "7"}
+    b = BASE | {"new": "2", "emb_dim": "128", "n": "7.0", "run_name": "bench", "num_experts": "256"}
+    code, document, _ = run_json(*files(log(a), log(b)))
+    assert code == 1 and next(iter(document)) == "schema" and document["schema"] == "diff-config/1"
+    assert document["changed"] == [{"key": "num_experts", "group": "moe", "a": "512", "b": "256", "allowed": None}]
+    assert document["only_a"] == [{"key": "gone", "group": "other", "a": "1", "allowed": None}]
+    assert document["only_b"] == [{"key": "new", "group": "other", "b": "2", "allowed": None}]
+    assert [item["key"] for item in document["derived"]] == ["emb_dim"]
+    assert [item["key"] for item in document["volatile"]] == ["run_name"]
+    assert [item["key"] for item in document["spelling"]] == ["n"]
+    assert document["unchanged"] == 8 and document["disagreements"] == [] and document["asked"] == []
+    assert document["counts"]["changed"] == 1 and document["counts"]["unchanged"] == 8
+
+
+@pytest.mark.parametrize("kind", ["a log that lost its first keys", "a new version's keys"])
+def test_only_in_one_counts(run_json, files, kind):
+    code, document, _ = run_json(*files(log(BASE), log({k: v for k, v in BASE.items() if k > "b"})))
+    assert code == 1 and [item["key"] for item in document["only_a"]] == ["adam_b1", "audio_path"]
+
+
+def test_derived_alone_is_still_a_difference(run_json, files):
+    code, document, _ = run_json(*files(log(BASE), log(BASE | {"ici_parallelism": "[1, 64]"})))
+    assert code == 1 and document["changed"] == [] and len(document["derived"]) == 1
+
+
+def test_program_keys_come_first(run_json, files):
+    a = {"zz": "1", "remat_policy": "a", "dtype": "a", "ici_fsdp_parallelism": "1", "attention": "a", "steps": "1",
+         "num_moe_token_chunks": "1", "model_name": "a", "adam_b1": "1", "aaa": "1"}  # fmt: skip
+    _, document, _ = run_json(*files(log(a), log(dict.fromkeys(a, "9"))))
+    assert [item["key"] for item in document["changed"]] == [
+        "ici_fsdp_parallelism", "dtype", "remat_policy", "num_moe_token_chunks", "attention", "steps", "model_name",
+        "adam_b1", "aaa", "zz",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "volatile"),
+    [("run_name", True), ("base_output_directory", True), ("dump_hlo_gcs_dir", True), ("wandb_run_name", True),
+     ("jax_distributed_coordinator_address", True), ("load_from_prefill_dir", False), ("load_parameters_path", False),
+     ("optimizer_memory_host_offload", False), ("checkpoint_storage_device_host_concurrent_gb", False)],
+)  # fmt: skip
+def test_volatile_keys(run, files, key, volatile):
+    pair = files(log(BASE | {key: "x1"}), log(BASE | {key: "x2"}))
+    assert run(*pair)[0] == (0 if volatile else 1)
+    assert run(*pair, "--no-default-ignore")[0] == 1
+    assert run(*pair, "--no-default-ignore", "--ignore", key[:4] + "*")[0] == 0
+
+
+def test_secrets_are_masked_everywhere(run, files):
+    a = {"hf_access_token": "hf_AAA", "rl": "{'api_key': 'hf_AAA', 'n': 1}", "z": "1"}
+    b = {"hf_access_token": "hf_BBB", "rl": "{'api_key': 'hf_BBB', 'n': 1}", "z": "1"}
+    for form in ("text", "json", "markdown"):
+        code, out, err = run(*files(log(a), log(b)), "--format", form)
+        assert code == 1 and "hf_access_token" in out and "hf_AAA" not in out + err and "hf_BBB" not in out + err
+
+
+def test_disagreeing_processes_are_an_error_of_their_own(run, run_json, files):
+    path = FIXTURES / "two_processes.log"
+    code, document, _ = run_json(path, path)
+    assert code == 1 and document["changed"] == []
+    assert [(d["key"], d["file"]) for d in document["disagreements"]] == [("remat_policy", "a"), ("remat_policy", "b")]
+    assert document["disagreements"][0]["values"] == [
+        {"value": "custom", "processes": ["pod/alice-train-proc-0-0-x1/main"]},
+        {"value": "full", "processes": ["pod/alice-train-proc-1-0-x2/main"]},
+    ]
+    assert "processes of one log that disagree (2)" in run(path, path)[1]
+    agreeing = log(BASE, "[pod/a/m] ") + log(BASE, "[pod/b/m] ")
+    assert run(*files(agreeing, log(BASE)))[0] == 0
+
+
+def test_block_chooses_the_configuration(run, run_json, files):
+    two = log(BASE | {"steps": "1"}) + log(BASE | {"steps": "2"})
+    one = log(BASE | {"steps": "2"})
+    assert run(*files(two, one))[0] == 0
+    assert run(*files(two, one), "--block", "1")[0] == 1
+    code, document, _ = run_json(*files(two, two.replace("steps: 1", "steps: 5")), "--block", "all")
+    assert code == 1 and [(i["key"], i["block"]) for i in document["changed"]] == [("steps", 1)]
+    code, document, _ = run_json(*files(two, one), "--block", "all")
+    assert code == 1 and {i["block"] for i in document["only_a"]} == {2}
+    code, _, err = run(*files(two, one), "--block", "2")
+    assert code == 2 and "--block 2, but only 1 configuration" in err
+
+
+def test_a_fragment_after_the_configuration_is_noted(run, files):
+    code, _, err = run(*files(log(BASE) + log({"a": "1"}), log({"a": "1"})))
+    assert code == 0 and "configuration 2 has 1 keys, another has 10" in err
+
+
+def test_a_cut_last_line_is_said(run, files):
+    whole = log(BASE | {"z_loss_multiplier": "12.5"})
+    code, out, err = run(*files(whole, whole[:-3]))
+    assert code == 1 and "z_loss_multiplier" in out and "the log ends inside this line" in err
+    code, out, err = run(*files(whole, whole[:-1]))
+    assert code == 0 and err.count("\n") == 1
+
+
+# --- allow lists ---------------------------------------------------------------------------------
+
+ALLOW = "- path: remat_policy\n  reason: the knob under test\n"
+
+
+def test_allowed_differences_pass_with_their_reason(run, run_json, files):
+    paths = files(log(BASE), log(BASE | {"remat_policy": "full"}), ALLOW)
+    code, document, _ = run_json(*paths[:2], "--allow", paths[2])
+    assert code == 0 and document["changed"][0]["allowed"] == "the knob under test"
+    assert "allowed: the knob under test" in run(*paths[:2], "--allow", paths[2])[1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "code"),
+    [("from: custom\n  to: full", 0), ("from: custom\n  to: minimal", 1), ("to: f*", 0), ("kind: only_a", 1),
+     ("kind: changed", 0), ("optional: true", 0)],
+)  # fmt: skip
+def test_allow_from_to_kind(run, files, entry, code):
+    paths = files(log(BASE), log(BASE | {"remat_policy": "full"}), f"{ALLOW}  {entry}\n")
+    assert run(*paths[:2], "--allow", paths[2])[0] == code
+
+
+def test_a_stale_allowance_fails(run, run_json, files):
+    paths = files(log(BASE), log(BASE), ALLOW, ALLOW + "  optional: true\n")
+    code, document, _ = run_json(*paths[:2], "--allow", paths[2])
+    assert code == 1 and [entry["path"] for entry in document["stale_allowances"]] == ["remat_policy"]
+    assert "stale allowances (1)" in run(*paths[:2], "--allow", paths[2])[1]
+    assert run(*paths[:2], "--allow", paths[3])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- path: a\n", "c.log:1: an allowance without a reason"), ("- reason: b\n", "without a path"),
+    ("a: b\n", "no list"),
+     ("- path: a\n  reason: b\n- 3\n", "c.log:3: an allowance is a mapping"), ("", "no list of allowances"),
+     ("- path: a\n  reason: b\n  form: c\n", "unknown field 'form'"), ("- [\n", "not YAML"),
+     ("- path: a\n  reason: b\n  optional: 1\n", "not true or false"),
+     ("- path: a\n  reason: ''\n", "without a reason")],
+)  # fmt: skip
+def test_bad_allow_lists(run, files, text, message):
+    paths = files(log(BASE), log(BASE), text)
+    code, out, err = run(*paths[:2], "--allow", paths[2])
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [("a/*/c", "a/b/c", True), ("a/*/c", "a/b/b/c", False), ("a/**/c", "a/b/b/c", True), ("**/c", "c", True),
+     ("**/c", "a/c", True), ("**", "a/b", True), ("a.c", "abc", False), ("a[1]*", "a[1]x", True), ("a?", "ab", False)],
+)  # fmt: skip
+def test_globs(pattern, path, matches):
+    assert bool(allow_list.glob(pattern).fullmatch(path)) is matches
+
+
+# --- asked against effective ---------------------------------------------------------------------
+
+
+def render(argv: str, assignments: str = "") -> str:
+    script = (
+        f"set -e\n(\n{assignments} python -m tunix.experimental.distributed.runtime.main "
+        f"--process_main=x.run_trainer_node.main --trainer_backend=maxtext {argv}\n) & PID=$!\nwait\n"
+    )
+    spec = {"containers": [{"name": "main", "command": ["bash", "-c", script]}]}
+    return f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata: {{name: t}}\nspec: {json.dumps(spec)}\n"
+
+
+ASKED_ARGV = (
+    "--mesh_fsdp=4 --mesh_expert=2 --remat_policy=full --train_micro_batch_size=8 --maxtext_model_name=qwen3-30b-a3b"
+)
+LOGGED = {
+    "ici_expert_parallelism": "2", "ici_fsdp_parallelism": "4", "model_name": "qwen3-30b-a3b",
+    "per_device_batch_size": "1.0", "remat_policy": "RematPolicy.FULL", "num_moe_token_chunks": "2",
+    "mu_dtype": "float32",
+    "gradient_accumulation_steps": "1",
+}  # fmt: skip
+
+
+def test_asked_and_in_effect(run, files):
+    paths = files(render(ASKED_ARGV, "MAXTEXT_EXTRA_FLAGS='num_moe_token_chunks=2'"), log(LOGGED))
+    code, out, err = run(paths[1], "--asked", paths[0])
+    assert (code, err) == (0, ""), out
+
+
+@pytest.mark.parametrize(
+    ("extra", "argv", "found"),
+    [
+        ("num_moe_token_chunks=4", "", [("num_moe_token_chunks", "lost", "4", "MAXTEXT_EXTRA_FLAGS", "2")]),
+        ("use_gdn_kernel=true", "", [("use_gdn_kernel", "unknown", "true", "MAXTEXT_EXTRA_FLAGS", None)]),
+        ("remat_policy=full", "--remat_policy=custom", [("remat_policy", "overridden", "custom", "--remat_policy",
+        "RematPolicy.FULL")]),
+        ("num_moe_token_chunks=4 num_moe_token_chunks=2", "",
+         [("num_moe_token_chunks", "overridden", "4", "MAXTEXT_EXTRA_FLAGS", "2")]),
+        ("mu_dtype=float32", "", []),
+    ],
+)  # fmt: skip
+def test_asked_but_not_in_effect(run_json, files, extra, argv, found):
+    paths = files(render(f"{ASKED_ARGV} {argv}", f"MAXTEXT_EXTRA_FLAGS='{extra}'"), log(LOGGED))
+    code, document, _ = run_json(paths[1], "--asked", paths[0])
+    assert [(i["key"], i["status"], i["asked"], i["source"], i["effective"]) for i in document["asked"]] == found
+    assert code == (1 if found else 0)
+
+
+def test_asked_reads_both_examples(run_json, files):
+    """Every option of the production example is named as unknown against a log that knows one key."""
+    (path,) = files(log({"remat_policy": "custom"}))
+    code, document, _ = run_json(path, "--asked", ROOT / "examples/launch_dryrun.yaml")
+    assert code == 1 and {item["status"] for item in document["asked"]} <= {"unknown", "lost"}
+    keys = {item["key"] for item in document["asked"]}
+    assert {"ici_fsdp_parallelism", "num_moe_token_chunks", "use_ring_of_experts", "base_output_directory"} <= keys
+
+
+def test_unknown_trainer_flags_are_noted(run, files):
+    paths = files(render(f"{ASKED_ARGV} --brand_new=1"), log(LOGGED))
+    code, _, err = run(paths[1], "--asked", paths[0])
+    assert code == 0 and "--brand_new is not a trainer flag known here" in err
+
+
+# --- formats, streams, errors --------------------------------------------------------------------
+
+
+def test_markdown_agrees_with_json(run, run_json, files):
+    paths = files(log(BASE), log(BASE | {"remat_policy": "a|b"}))
+    _, out, _ = run(*paths, "--format", "markdown")
+    assert "| remat | remat_policy | custom | a\\|b |  |" in out and out.startswith("**different: 1 changed; ")
+
+
+def test_summary_leaves_the_lists_out(run, run_json, files):
+    paths = files(log(BASE), log(BASE | {"remat_policy": "full"}))
+    code, out, _ = run(*paths, "--summary")
+    assert code == 1 and "remat_policy" not in out and "different: 1 changed; 9 keys unchanged" in out
+    code, document, _ = run_json(*paths, "--summary")
+    assert code == 1 and "changed" not in document and document["counts"]["changed"] == 1
+
+
+def test_text_stays_within_80_columns(run):
+    _, out, _ = run(ROOT / "examples/config_a.log", ROOT / "examples/config_b.log", "--no-default-ignore")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_stdin_equals_file(run, files, monkeypatch):
+    paths = files(log(BASE), log(BASE | {"steps": "3"}))
+    expected = run(*paths)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pathlib.Path(paths[1]).read_bytes())))
+    assert run(paths[0], "-") == expected
+
+
+BAD = [
+    (b"", "an empty file"), (b"hello\nworld\n", "no `Config param` line"), (b"\x7fELF\0\0\1" * 99, "binary file"),
+    (b'{"schema": "trainer-bench/1"}', "a JSON document without a config"), (b"\0" * (6 * 2**20), "binary file"),
+    (b"a=1\nnot a pair\n", "no `Config param` line"), (b"Config param : x\n", "no `Config param` line"),
+    (b"a = \xff\xfe", "not UTF-8"), (b"# only a comment=1\n", "no `Config param` line"),
+    (b"[1, 2]", "no `Config param`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_bad_input_is_one_line(run, files, data, message):
+    paths = files(log(BASE), data)
+    for order in (paths, paths[::-1]):
+        code, out, err = run(*order)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("path", ["missing.log", "."])
+def test_unreadable_input(run, files, path):
+    code, out, err = run(files(log(BASE))[0], path)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "cannot read" in err
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["a"], ["a", "b", "c"], ["-", "-"], ["a", "b", "--block", "0"], ["a", "b", "--block", "first"],
+    ["--typo"]]
+)  # fmt: skip
+def test_bad_options(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2 and capsys.readouterr().out == ""
+
+
+def test_help_runs_alone():
+    """The one subprocess test: --help in a clean environment, without anything heavy imported."""
+    code = "import sys, runpy; sys.argv = ['diff-config', '--help']\ntry: runpy.run_path('diff_config.py',
+    run_name='__main__')\nfinally: assert not {'jax', 'numpy', 'yaml', 'maxtext'} & set(sys.modules)"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "Exit status" in done.stdout and done.stdout.count("    diff-config ") >= 2
+
+
+# --- properties ----------------------------------------------------------------------------------
+
+KEYS = st.sampled_from([*BASE, "aa", "bb", "moe_x", "tensorboard_dir", "emb_dim", "hf_access_token"])
+TEXTS = st.sampled_from(
+    ["1", "1.0", "True", "true", "", "None", "x", "[1, 2]", "(1, 2)", "RematLocation.REMAT", "remat"]
+)
+CONFIGS = st.dictionaries(KEYS, TEXTS, min_size=1)
+
+
+def compared(a: dict, b: dict) -> diff_config.Comparison:
+    result = diff_config.Comparison()
+    rules = diff_config.make_rules([], True, allow_list.AllowList())
+    diff_config.compare(a, b, rules, result)
+    return result
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(CONFIGS)
+def test_self_diff_is_empty(config):
+    result = compared(config, dict(reversed(config.items())))
+    assert result == diff_config.Comparison(unchanged=len(config))
+
+
+def mirrored(items: list[dict]) -> list[dict]:
+    swap = {"a": "b", "b": "a"}
+    return [{swap.get(key, key): value for key, value in item.items()} for item in items]
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(CONFIGS, CONFIGS)
+def test_mirror_and_rebuild(a, b):
+    forth, back = compared(a, b), compared(b, a)
+    for one, other in (("changed", "changed"), ("only_a", "only_b"), ("derived", "derived"), ("volatile", "volatile"),
+                       ("spelling", "spelling")):  # fmt: skip
+        assert mirrored(getattr(forth, one)) == getattr(back, other)
+    rebuilt = dict(a)
+    for name in ("changed", "only_a", "only_b", "derived", "volatile", "spelling"):
+        for item in getattr(forth, name):
+            rebuilt.pop(item["key"], None)
+            if "b" in item:
+                rebuilt[item["key"]] = item["b"]
+    shown = {key: diff_config.shown_value(key, value) for key, value in b.items()}
+    assert {key: diff_config.shown_value(key, value) for key, value in rebuilt.items()} == shown
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.data())
+def test_one_mutation_is_one_difference(data):
+    """Change, drop or add one random key of a real log: exactly that one is reported."""
+    text = (ROOT / "examples/config_a.log").read_text()
+    a = config_log._read(io.BytesIO(text.encode()), "a").rounds[0][0].values
+    key = data.draw(st.sampled_from(sorted(a)))
+    how = data.draw(st.sampled_from(["change", "drop", "add"]))
+    line = next(line for line in text.splitlines() if f"Config param {key}:" in line)
+    added = line.split("Config param")[0] + f"Config param {key}_: 1"
+    new = {"change": line + "9", "drop": None, "add": line + "\n" + added}[how]
+    b_text = text.replace(line + "\n", new + "\n" if new else "")
+    b = config_log._read(io.BytesIO(b_text.encode()), "b").rounds[0][0].values
+    result = compared(a, b)
+    found = [item for name in ("changed", "only_a", "only_b", "derived", "volatile") for item in getattr(result, name)]
+    assert [item["key"] for item in found] == [key + "_" if how == "add" else key]
+
+
+# --- MaxText's own output ------------------------------------------------------------------------
+
+MAXTEXT = """
+import json, sys
+from absl import logging
+logging.set_verbosity(logging.INFO); logging.use_absl_handler()
+from maxtext.configs import pyconfig
+import maxtext, os
+base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
+shown = []
+for extra in (["remat_policy=full"], ["remat_policy=custom", "context=offload", "model_name=qwen3-30b-a3b"]):
+    config = pyconfig.initialize(["x", base, "run_name=t", "skip_jax_distributed_system=true",
+                                  "enable_checkpointing=false", "base_output_directory=gs://bucket/out", *extra])
+    shown.append({key: str(value) for key, value in config.get_keys().items()})
+json.dump(shown, sys.stdout)
+"""
+
+
+def test_a_log_of_maxtext_itself(tmp_path, run_json):
+    """MaxText writes the log, and says by itself what its values are; the reader must find just that."""
+    pytest.importorskip("maxtext")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", MAXTEXT], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    path = tmp_path / "maxtext.log"
+    path.write_text(done.stderr)
+    expected = json.loads(done.stdout)
+    rounds = config_log.read_configs(str(path)).rounds
+    assert len(rounds) == 2 and all(len(blocks) == 1 for blocks in rounds)
+    for blocks, values in zip(rounds, expected, strict=True):
+        values.pop("hf_access_token", None)
+        assert blocks[0].values == {key: value.rstrip() for key, value in values.items()}
+    code, document, _ = run_json(path, path, "--block", "all")
+    assert code == 0 and document["unchanged"] == sum(map(len, expected))
+    first, second = tmp_path / "1.log", tmp_path / "2.log"
+    marker = done.stderr.index("Config param abort_on", done.stderr.index("Config param z_loss"))
+    cut = done.stderr.rindex("\n", 0, marker) + 1
+    first.write_text(done.stderr[:cut])
+    second.write_text(done.stderr[cut:])
+    code, document, _ = run_json(first, second)
+    changed = {item["key"]: (item["a"], item["b"]) for item in document["changed"]}
+    assert code == 1 and changed["remat_policy"] == ("full", "custom")
+    assert changed["context"] == ("RematLocation.REMAT", "RematLocation.OFFLOAD")
+    assert document["only_a"] == document["only_b"] == []
