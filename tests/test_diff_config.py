@@ -570,8 +570,11 @@ def test_bad_options(capsys, argv):
 
 def test_help_runs_alone():
     """The one subprocess test: --help in a clean environment, without anything heavy imported."""
-    code = "import sys, runpy; sys.argv = ['diff-config', '--help']\ntry: runpy.run_path('diff_config.py',
-    run_name='__main__')\nfinally: assert not {'jax', 'numpy', 'yaml', 'maxtext'} & set(sys.modules)"  # noqa: E501
+    code = (
+        "import sys, runpy; sys.argv = ['diff-config', '--help']\n"
+        "try: runpy.run_path('diff_config.py', run_name='__main__')\n"
+        "finally: assert not {'jax', 'numpy', 'yaml', 'maxtext'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert "Exit status" in done.stdout and done.stdout.count("    diff-config ") >= 2
