@@ -2,8 +2,8 @@
 
 Fields, shapes and dtypes are those of Tunix's `RLTrainerPayload`: int32 ids, float32 masks, advantages and log-probs,
 int16 `routed_experts` [rows, tokens, layers, top_k]. A batch is a dict of FIELDS: array, int (num_segments) or None.
-Seed and index decide every byte, on any machine: integers come from integers and from `+ - * / sqrt` (exact in
-IEEE 754), never from a reduction of floats or from the C library.
+Seed and index decide every byte, on any machine with this numpy: integers come from integers and from `+ - * / sqrt`
+(exact in IEEE 754), never from a reduction of floats or from the C library.
 
 Lengths SPEC, in tokens per sequence, prompt included:
   full                     every sequence as long as prompt and response limit (or the row) allow
@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -386,8 +387,9 @@ def validate_batch(batch: Batch, spec: PayloadSpec) -> list[str]:
         real = segments > 0
         last = real & (np.pad(segments, ((0, 0), (0, 1)))[:, 1:] != segments)
         found += _segment_findings(segments, batch["segment_positions"], spec)
-    else:  # an observation inside a completion is real though not scored
-        end = np.where(scored > 0, np.arange(1, scored.shape[1] + 1), 0).max(axis=1, keepdims=True)
+    else:  # an observation inside a completion is real though not scored, and an end token may be the pad token
+        token = (scored > 0) | (batch["completion_ids"] != spec.pad_id)
+        end = np.where(token, np.arange(1, scored.shape[1] + 1), 0).max(axis=1, keepdims=True)
         real = np.concatenate([batch["prompt_mask"] > 0, np.arange(scored.shape[1]) < end], axis=1)
         last = real & (np.cumsum(real[:, ::-1], axis=1)[:, ::-1] == 1)
     masks = [batch[name] for name in ("prompt_mask", "completion_mask", "overlong") if batch[name] is not None]
@@ -465,10 +467,12 @@ def save_npz(path: str, batch: Batch) -> None:
             np.savez(stream, **{name: value for name, value in batch.items() if value is not None})
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         if temporary:
             os.unlink(temporary)
-        raise BenchError(f"cannot write: {error.strerror}", where=path, todo="choose a writable place") from error
+        if isinstance(error, OSError):
+            raise BenchError(f"cannot write: {error.strerror}", where=path, todo="choose a writable place") from error
+        raise
 
 
 def load_npz(path: str, spec: PayloadSpec) -> Batch:
@@ -480,10 +484,10 @@ def load_npz(path: str, spec: PayloadSpec) -> Batch:
     try:
         with np.load(path, allow_pickle=False) as archive:
             batch: Batch = dict.fromkeys(FIELDS) | {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        if batch["num_segments"] is not None:
+            batch["num_segments"] = int(batch["num_segments"])
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, RuntimeError, BadZipFile, zlib.error) as error:
         raise BenchError(f"not a readable .npz: {error}", where=path, todo="write one with --save-payload") from error
-    if batch["num_segments"] is not None:
-        batch["num_segments"] = int(batch["num_segments"])
     found = validate_batch(batch, spec)
     if found:
         raise BenchError("; ".join(found), where=path, todo="replay a batch of the same argv and model")

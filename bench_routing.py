@@ -36,9 +36,9 @@ import numpy as np
 from bench_common import BenchError, read_text
 
 UNSET = -1  # Tunix's UNSET_ROUTED_EXPERT
-TILE_TOKENS = 1000  # tokens built at a time: 60 layers x top-10 of them (1.2 MB) stay in the cache
-REPEATS = 4  # in a large block each built token goes to so many places: a quarter of the building
-REPEAT_FROM = 2**13  # least balanced load of a shard for that: a repeated assignment is then < 0.05 % of it
+TILE_TOKENS = 1400  # tokens handled at a time: 60 layers x top-10 of them (1.7 MB) stay in the cache
+REPEATS = 8  # in a large block each built token goes to so many places: an eighth of the building
+REPEAT_FROM = 2**13  # least balanced load of a shard for that: a repeated assignment is then < 0.1 % of it
 LOGNORMAL_SIGMA = 0.32  # hottest of 512 experts near 2.5 x the mean, as llama.cpp#28544 saw on a 512-expert model
 SHARD_SIGMA = 0.25  # spread among the shards that are not the fullest: a choice, only the fullest is calibrated
 
@@ -237,13 +237,14 @@ def build_routing(
     skew = _skew_weights(routing.skew, rng, (layers, shards, num_experts // shards))
     whole = routed.view(f"V{2 * slots}").ravel()  # one item = all experts of one token, moved as one piece
     for i, block in enumerate(blocks):
-        if block.size:
-            rng = generator(seed, index, 3, i + 1)
-            large = block.size * top_k >= shards * REPEAT_FROM and block.size % REPEATS == 0
-            places = block.reshape(REPEATS if large else 1, -1)
-            loads = _shard_loads(routing, places.shape[1], top_k, num_experts // shards, worst == i, fullest, rng)
-            counts = _expert_counts(routing, places.shape[1], top_k, loads, skew, rng)
-            _deal(whole, places, counts, top_k, rng)
+        rng = generator(seed, index, 3, i + 1)
+        large = block.size * top_k >= shards * REPEAT_FROM
+        cut = block.size - block.size % REPEATS if large else 0
+        for places in (block[:cut].reshape(REPEATS, -1), block[None, cut:]):
+            if places.size:
+                loads = _shard_loads(routing, places.shape[1], top_k, num_experts // shards, worst == i, fullest, rng)
+                counts = _expert_counts(routing, places.shape[1], top_k, loads, skew, rng)
+                _deal(whole, places, counts, top_k, rng)
     return routed.reshape(shape)
 
 
@@ -319,21 +320,22 @@ def _deal(whole: np.ndarray, places: np.ndarray, counts: np.ndarray, top_k: int,
       places: int64 [repeats, n], the block's token slots; each of n tokens built goes to all its repeats.
       counts: int64 [layers, experts], how often the n tokens use each expert: each at most n, n * top_k in sum.
 
-    Assignment number i of a layer, expert by expert, goes to token i mod n. A tile is the tokens that are equal modulo
-    the number of tiles: it holds its share of every expert within one (`before` counts), so at most its size; within
-    it the same rule holds, with the experts in an order of its own and the tokens in shuffled places.
+    Assignment number i of a layer, expert by expert in shuffled order, goes to token i mod n. A tile is the tokens that
+    are equal modulo the number of tiles: it holds its share of every expert within one (`before` counts them), so at
+    most its size; within it the same rule holds, with experts reordered once more and tokens in shuffled places.
     """
     tokens, (layers, experts) = places.shape[1], counts.shape
     tiles = -(-tokens // TILE_TOKENS)
-    turns, left = np.divmod(np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0))), tokens)
     shuffle = np.argsort(rng.integers(0, 2**32, size=counts.shape), axis=1, kind="stable")
-    first = 0
+    line = np.pad(np.cumsum(np.take_along_axis(counts, shuffle, axis=1), axis=1), ((0, 0), (1, 0)))
+    turns, left = np.divmod(line, tokens)
+    names, first = shuffle.astype(np.int16), 0
     for j in range(tiles):
         size = (tokens - j + tiles - 1) // tiles
         before = turns * size + (left + (tiles - 1 - j)) // tiles
-        order = shuffle[:, rng.permutation(experts)]
-        times = np.take_along_axis(np.diff(before, axis=1), order, axis=1)
-        pattern = np.repeat(order.astype(np.int16).ravel(), times.ravel()).reshape(layers * top_k, size)
+        order = rng.permutation(experts)
+        times = np.diff(before, axis=1).take(order, axis=1)
+        pattern = np.repeat(names.take(order, axis=1).ravel(), times.ravel()).reshape(layers * top_k, size)
         tile = np.ascontiguousarray(pattern.T).view(whole.dtype).ravel()
         for row in places[:, first : first + size]:
             whole[row[rng.permutation(size)]] = tile
@@ -450,15 +452,17 @@ def measure_load(routed: np.ndarray, num_experts: int, routing: RoutingSpec) -> 
 
 def _count(routed: np.ndarray, rows: slice, tokens: np.ndarray, num_experts: int) -> np.ndarray:
     """Return int64 [layers, experts] of one block, counted a tile of tokens at a time."""
-    layers = routed.shape[2]
-    offset = (np.arange(layers) * (num_experts + 1) + 1)[:, None]
-    counts = np.zeros(layers * (num_experts + 1), np.int64)
-    for row in routed[rows]:
+    layers, top_k = routed.shape[2:]
+    bins = layers * (num_experts + 1)  # bin 0 of a layer counts its -1
+    kind = np.uint16 if bins <= 2**16 else np.int64  # 16 bits wrap -1 to where it belongs, and are quicker
+    offset = np.repeat(np.arange(1, bins, num_experts + 1, dtype=kind), top_k)
+    counts = np.zeros(bins, np.int64)
+    for row in routed[rows].reshape(-1, routed.shape[1], layers * top_k):
         for first in range(0, tokens.size, TILE_TOKENS):
             tile = row[tokens[first : first + TILE_TOKENS]]
-            known = not tile.size or (tile.min() >= UNSET and tile.max() < num_experts)
+            known = tile.min() >= UNSET and tile.max() < num_experts
             require(known, f"routed_experts has ids outside -1..{num_experts - 1}")
-            counts += np.bincount((tile + offset).ravel(), minlength=counts.size)
+            counts += np.bincount((tile.astype(kind) + offset).ravel(), minlength=bins)
     return counts.reshape(layers, -1)[:, 1:]
 
 
