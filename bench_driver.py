@@ -1,0 +1,722 @@
+"""Run the trainer half of a Tunix GRPO run alone and say how long an optimizer step takes, and how sure that is.
+
+One optimizer step is N x fwd_bwd, one update and one metrics fetch, through Tunix's TrainerWorker around MaxText's
+engine, with the GRPO loss, the mesh and the flags of the launch, on a synthetic micro-batch whose MoE routing load is
+calibrated to production. In a pod render_bench.py sets everything; on a laptop --cpu-smoke shrinks the model.
+
+Input (environment, or the options of the same name): TRAINER_ARGV and ORCH_ARGV, the argv of the launch as one
+shell-quoted string each; MAXTEXT_EXTRA_FLAGS and the trainer's other variables as they are.
+
+Output: [TrainerBench] lines while it runs, a table of the steps, the verdict, and as the last line of stdout one JSON
+document (schema trainer-bench/1) with every step, versions, flags, the resolved config and the load table:
+    [TrainerBench] step 7/10: 0.0812 s, loss 0.0021..0.0043, grad norm 0.3341
+    {"schema": "trainer-bench/1", "status": "ok", "verdict": "ok", ...}
+
+Exit status: 0 the verdict is ok; 1 the steps do not support a claim (verdict `not enough`: too few, drifting, a
+compile inside the window); 2 could not run (bad input, out of memory, NaN, a hung device); 143 or 130 after SIGTERM or
+SIGINT, with what was measured written out.
+
+Examples:
+    # the rendered command on a laptop: real engine, small model, four virtual devices
+    bench_driver.py --cpu-smoke --steps 8 --trainer-argv "$TRAINER_ARGV" --orch-argv "$ORCH_ARGV"
+    # only the first micro-batch, to look at or to replay
+    bench_driver.py --payload-only --save-payload batch.npz --routing-load 1.35
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench_boundary import make_boundary
+
+import bench_config
+import bench_payload
+import bench_report
+import bench_runtime
+import bench_stats
+from bench_common import EXIT_CANNOT, EXIT_DIFFERENT, EXIT_OK, BenchError, complain, emit, run_tool, write_whole
+from bench_faults import Interrupted, Watch, is_out_of_memory
+from bench_report import StepRecord
+from bench_runtime import CompileLog, Job, TrainerProgram
+from bench_trace import Tracer
+
+TAG = "[TrainerBench]"
+CLOCK_GAP_LIMIT = 0.02  # of wall clock; more means that the step times do not cover what happened
+SIGNATURE = "trainer-bench-steps/1"
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(prog="bench_driver", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--trainer-argv", default=os.environ.get("TRAINER_ARGV"), help="the trainer's flags (default: $TRAINER_ARGV)")
+    add("--orch-argv", default=os.environ.get("ORCH_ARGV"), help="the orchestrator's flags (default: $ORCH_ARGV)")
+    add("--steps", type=_count, default=12, help="optimizer steps to run (default: 12)")
+    add("--warmup", type=_count_or_zero, help="opening steps to exclude (default: detected)")
+    add("--micro-batches", type=_count, help="N per step (default: from the argv)")
+    add("--seed", type=int, default=0, help="of micro-batches and bootstrap (default: 0)")
+    add("--until-ci", type=_percent, metavar="P%", help="go on until the 95 %% interval is +-P%% of the median")
+    add("--max-steps", type=_count, default=1000, help="with --until-ci (default: 1000)")
+    add("--max-seconds", type=float, default=3600.0, help="with --until-ci (default: 3600)")
+    add(
+        "--sequence-lengths",
+        default="full",
+        metavar="SPEC",
+        help="full, fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or a file (default: full)",
+    )
+    add(
+        "--routing-load",
+        default="uniform",
+        metavar="SPEC",
+        help="none, uniform, a max/mean ratio, a JSON or CSV file, or a MaxText log (default: uniform)",
+    )
+    add("--routing-skew", choices=("lognormal", "powerlaw", "flat"), default="lognormal", help="within a shard")
+    add("--routing-tolerance", type=_percent, default=0.01, metavar="P%", help="around the target (default: 1%%)")
+    add(
+        "--sampler-logps",
+        choices=("policy", "synthetic"),
+        default="policy",
+        help="sampler log-probs near the policy's own (one extra pass before step 0), or made up",
+    )
+    add("--replay", metavar="FILE.npz", help="a recorded micro-batch instead of a synthetic one")
+    add("--save-payload", metavar="FILE.npz", help="write the first micro-batch")
+    add("--payload-only", action="store_true", help="stop after that; no engine, no device work")
+    add("--save-numerics", metavar="FILE.npz", help="losses, gradient norms, log-probs and a sample of the weights")
+    add(
+        "--cpu-smoke",
+        action="store_true",
+        default=os.environ.get("BENCH_CPU_SMOKE") == "1",
+        help="virtual CPU devices and a shrunk model (default: $BENCH_CPU_SMOKE)",
+    )
+    add("--devices", type=_count, default=4, help="virtual devices of --cpu-smoke (default: 4)")
+    add("--drop-unknown-maxtext-keys", action="store_true", help="run without keys the installed MaxText lacks")
+    add("--allow-standin", action="store_true", help="run on an accelerator without Tunix from git")
+    add(
+        "--stage-before-update",
+        action="store_true",
+        default=os.environ.get("STAGE_BEFORE_UPDATE") == "1",
+        help="stage the next step's first micro-batch before the update (default: $STAGE_BEFORE_UPDATE)",
+    )
+    add("--profile", type=_window, metavar="FIRST:COUNT", help="trace these optimizer steps with jax.profiler")
+    add("--profile-dir", default="/tmp/trainer-bench-profile", help="where traces go")
+    add("--step-timeout", type=float, metavar="SECONDS", help="give a step up as hung after this long")
+    add("--steps-file", metavar="FILE", help="append each step as one JSON line")
+    add("--out", metavar="FILE", help="also write the result document there")
+    add("--plot", metavar="FILE", help="draw the step times (png or svg; needs matplotlib)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 expected, got {text!r}")
+    return int(text)
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.rstrip("%")) / 100
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a percentage expected, got {text!r}") from error
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"between 0% and 100%, got {text!r}")
+    return value
+
+
+def _window(text: str) -> tuple[int, int]:
+    first, colon, count = text.partition(":")
+    if not (colon and first.isdigit() and count.isdigit() and int(count)):
+        raise argparse.ArgumentTypeError(f"FIRST:COUNT expected, got {text!r}")
+    return int(first), int(count)
+
+
+# ---------------------------------------------------------------------------------------------
+# What to run
+
+
+@dataclasses.dataclass
+class Plan:
+    """A launch made ready to run: flags, batch, payload and routing, before anything touches a device."""
+
+    job: Job
+    batch: bench_config.BatchPlan
+    sizes: bench_config.ModelSizes
+    spec: bench_payload.PayloadSpec
+    routing: bench_payload.RoutingSpec | None
+    routing_load: str
+    shrunk: list[bench_config.Shrunk]
+
+
+def plan_launch(
+    trainer_argv: Sequence[str], orch_argv: Sequence[str], env: Mapping[str, str], num_devices: int, *,
+    cpu_smoke: bool = False, known_keys: set[str] | None = None, drop_unknown: bool = False,
+    lengths: str = "full", routing_load: str = "uniform", skew: str = "lognormal", tolerance: float = 0.01,
+    pad_id: int = 0, payload_fields: set[str] | None = None,
+) -> Plan:  # fmt: skip
+    """Turn a launch's argv and environment into what the driver, the AOT check and the numerics check run.
+
+    Args:
+      trainer_argv, orch_argv: flag words.
+      env: MAXTEXT_EXTRA_FLAGS and the trainer's other variables.
+      num_devices: JAX devices of the slice, or of --cpu-smoke.
+      known_keys: keys of the installed MaxText; None checks nothing (no MaxText needed).
+      drop_unknown: drop keys outside known_keys instead of refusing them.
+      payload_fields: fields of the installed RLTrainerPayload; None means all.
+
+    Raises:
+      BenchError: flags, batch, routing or keys that cannot be run, in one line.
+    """
+    trainer, orch = bench_config.parse_trainer_argv(trainer_argv), bench_config.parse_orch_argv(orch_argv)
+    shrunk: list[bench_config.Shrunk] = []
+    if cpu_smoke:
+        trainer, orch, shrunk = bench_config.shrink_for_cpu(trainer, orch, num_devices)
+    batch = bench_config.batch_plan(trainer, orch)
+    settings = bench_config.maxtext_settings(trainer, batch, env, num_devices)
+    lost: list[str] = []
+    if cpu_smoke:
+        settings, changed = bench_config.cpu_settings(settings, known_keys)
+        shrunk += changed
+    if known_keys is not None:
+        settings, lost = bench_runtime.check_keys(settings, known_keys, drop_unknown)
+    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, cpu_smoke, lost)
+    sizes = bench_config.model_sizes(settings)
+    has = (lambda name: True) if payload_fields is None else payload_fields.__contains__
+    routed = sizes.num_experts > 1 and routing_load != "none"
+    spec = bench_payload.PayloadSpec(
+        rows=batch.rows, prompt_length=batch.prompt_length, completion_length=batch.completion_length,
+        packed=batch.packed, max_segments=batch.max_segments, vocab_size=sizes.vocab_size, pad_id=pad_id,
+        eos_id=1 if pad_id != 1 else 2, num_layers=sizes.num_layers, num_experts=sizes.num_experts if routed else 0,
+        top_k=sizes.top_k, num_generations=batch.num_generations, lengths=lengths,
+        with_old_logps=orch.use_rollout_logps, with_rollout_logps=has("rollout_per_token_logps"),
+        with_ref_logps=orch.beta != 0 or orch.force_compute_kl, with_overlong=has("overlong"),
+        row_width=batch.row_width,
+    )  # fmt: skip
+    layout = bench_config.expert_layout(trainer, settings)
+    routing = bench_payload.RoutingSpec(
+        bench_payload.parse_routing_load(routing_load, sizes.num_layers), layout.shards, layout.row_groups,
+        layout.token_chunks, skew, tolerance, layout.sequence_shards) if routed else None  # fmt: skip
+    bench_payload.check_specs(spec, routing)
+    return Plan(job, batch, sizes, spec, routing, routing_load if routed else "none", shrunk)
+
+
+def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict | None]:
+    """Build the run's distinct micro-batches, on the host, and check their routing load.
+
+    Returns:
+      (batches, N per step, load table or None). All N differ; fewer than N are built only where host memory would
+      not hold them, and then they take turns.
+
+    Raises:
+      BenchError: no token carries gradient, or the routing load misses its target.
+    """
+    if options.replay:
+        first = bench_payload.load_npz(options.replay, plan.spec)
+    else:
+        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0)
+    count = options.micro_batches or plan.batch.micro_batches(count_sequences(first))
+    load = None
+    if first["routed_experts"] is not None:
+        table = bench_payload.measure_load(first["routed_experts"], plan.sizes.num_experts, plan.routing)
+        if not options.replay:
+            bench_payload.check_load(table)
+        load = {**table.as_dict(), "text": table.lines()}
+    bench_payload.check_batch(first)
+    if options.replay:
+        return [first], count, load
+    size = sum(value.nbytes for value in first.values() if hasattr(value, "nbytes"))
+    distinct = max(1, min(count, int(host_memory_bytes() * 0.5) // max(size, 1)))
+    rest = [bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i) for i in range(1, distinct)]
+    return [first, *rest], count, load
+
+
+def count_sequences(batch: Mapping[str, Any]) -> int:
+    """Return how many rollouts a micro-batch holds."""
+    if batch["segment_ids"] is not None:
+        return int(batch["segment_ids"].max(axis=1).sum())  # segments are numbered 1..k in each row
+    return int((batch["completion_mask"] > 0).any(axis=1).sum())
+
+
+def host_memory_bytes() -> int:
+    """Return the memory this container may use: its cgroup limit, else the machine's."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
+            return min(machine, int(stream.read()))
+    return machine
+
+
+# ---------------------------------------------------------------------------------------------
+# Running
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything one run has come to know; the result document is made of it at any moment."""
+
+    options: argparse.Namespace
+    plan: Plan | None = None
+    program: TrainerProgram | None = None
+    count: int = 0  # micro-batches per step
+    batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    load: dict[str, Any] | None = None
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    wall_seconds: float = 0.0
+    paused_seconds: float = 0.0  # profiler start and stop, outside every step
+    policy_logps: Any = None
+    staging: dict[str, Any] = dataclasses.field(default_factory=lambda: {"asked": False, "stopped_at_step": None})
+    trace: dict[str, Any] | None = None
+    status: str = "ok"
+    error: str | None = None
+
+
+def say(message: str) -> None:
+    """Print one [TrainerBench] line to stdout, where pods' logs are read; the JSON stays the last line."""
+    emit(f"{TAG} {message}\n")
+
+
+def run_step(
+    run: Run, index: int, payloads: Sequence[Any], compiles: CompileLog, staged: Any, watch: Watch
+) -> StepRecord:
+    """Drive one optimizer step exactly as the orchestrator does and time it.
+
+    Args:
+      payloads: the step's N micro-batches, as payload objects.
+      staged: a StepBoundary that has the first one on the device already, or None.
+    """
+    program, calls = run.program, []
+    boundary = {"device_wait_seconds": None, "h2d_seconds": None}
+    collected = watch.gc_seconds()
+
+    def timed(name: str, call: Callable[..., Any], *args: Any) -> None:
+        begin = time.perf_counter()
+        call(*args)
+        calls.append((time.perf_counter() - begin, name))
+        watch.check()
+
+    start = time.perf_counter()
+    for i, payload in enumerate(payloads):
+        last = i == len(payloads) - 1
+        if i == 0 and staged is not None and staged.ready:
+            timed("fwd_bwd (staged)", staged.fwd_bwd, last)
+        else:
+            timed("fwd_bwd", program.fwd_bwd, payload, last)
+    if staged is not None:
+        boundary = staged.cross(run, index)
+    timed("update", staged.update if staged is not None else program.update)
+    program.wait_for_update()
+    ready = time.perf_counter()
+    metrics = program.metrics()
+    end = time.perf_counter()
+    events = compiles.take()
+    seconds, name = max(calls)
+    norms = metrics.get("gradient_norm") or metrics.get("grad_norm") or [None]
+    return StepRecord(
+        index=index, seconds=end - start, update_ready_seconds=ready - start,
+        dispatch_seconds=sum(seconds for seconds, _ in calls), metrics_seconds=end - ready,
+        longest_call_seconds=seconds, longest_call=name, gc_seconds=watch.gc_seconds() - collected,
+        compiles=[{"program": name, "seconds": seconds} for name, seconds in events],
+        losses=metrics.get("loss", []), gradient_norm=norms[-1],
+        gradient_share=gradient_share(metrics), **boundary,
+    )  # fmt: skip
+
+
+def gradient_share(metrics: Mapping[str, Sequence[float]]) -> float | None:
+    """Return the share of scored tokens past the loss's gates, averaged over the micro-batches; None if not told.
+
+    The product of the loss's own metrics: advantages that are not zero, sequences kept by the sequence masks,
+    sequences inside the band of seq-mask-tis.
+    """
+    shares = [metrics[name] for name in ("advantage/nonzero_frac", "sample_mask/kept_frac") if name in metrics]
+    shares += [[1 - value for value in metrics[name]] for name in ("tis/is_oob_ratio",) if name in metrics]
+    return math.prod(sum(values) / len(values) for values in shares) if shares else None
+
+
+def check_step(step: StepRecord, micro_batches: int, distinct: int) -> None:
+    """Refuse a step that trained nothing or nonsense.
+
+    Raises:
+      BenchError: a loss or gradient norm that is not finite, a gradient norm of zero, equal losses.
+    """
+    where = f"step {step.index}"
+    if len(step.losses) != micro_batches:
+        raise BenchError(f"{len(step.losses)} losses for {micro_batches} micro-batches", where=where,
+                         todo="the worker does not report what the engine ran")  # fmt: skip
+    if not all(math.isfinite(loss) for loss in step.losses):
+        raise BenchError(f"loss is not finite: {step.losses}", where=where, todo="try check_numerics_cpu on the flags")
+    if step.gradient_norm is None or not math.isfinite(step.gradient_norm):
+        raise BenchError(f"gradient norm is {step.gradient_norm}", where=where, todo="try check_numerics_cpu")
+    if step.gradient_norm == 0:
+        raise BenchError("gradient norm is 0: no token carries gradient", where=where,
+                         todo="the loss's gates dropped the batch; use --sampler-logps policy")  # fmt: skip
+    if distinct > 1 and len(set(step.losses)) == 1:
+        raise BenchError(f"all micro-batches have the loss {step.losses[0]}", where=where, todo="is it one batch?")
+
+
+def drive(run: Run, watch: Watch) -> None:
+    """Run whole optimizer steps until the plan, the interval or a limit says stop; fills `run`.
+
+    Raises:
+      BenchError: a step that trained nothing, or a clock that does not add up.
+      Interrupted: a signal asked to stop; the step in flight is abandoned.
+    """
+    options, program = run.options, run.program
+    steps_handle = open_steps_file(options)
+    compiles = CompileLog()
+    try:
+        payloads = [program.payload(batch) for batch in run.batches]
+        staged = make_boundary(run, payloads)
+        tracer = Tracer(options)
+        begin = time.perf_counter()
+        while True:
+            index = len(run.steps)
+            run.paused_seconds += tracer.before(index)
+            with watch.step(index, options.step_timeout):
+                chosen = [payloads[(index * run.count + i) % len(payloads)] for i in range(run.count)]
+                step = run_step(run, index, chosen, compiles, staged, watch)
+            step.profiled = tracer.active
+            run.paused_seconds += tracer.after(index)
+            run.steps.append(step)
+            run.wall_seconds = time.perf_counter() - begin
+            if steps_handle is not None:
+                bench_report.append_line(steps_handle, dataclasses.asdict(step))
+            check_step(step, run.count, len(run.batches))
+            say(bench_report.step_line(step, None if options.until_ci else options.steps))
+            if _done(run):
+                break
+        run.trace = tracer.result()
+    finally:
+        compiles.close()
+        if steps_handle is not None:
+            os.close(steps_handle)
+    gap = bench_stats.clock_gap([step.seconds for step in run.steps], run.wall_seconds - run.paused_seconds)
+    if gap > CLOCK_GAP_LIMIT:
+        raise BenchError(f"the step times miss {gap:.1%} of the wall clock", where="clock audit",
+                         todo="something ran between the steps; look for a busy host")  # fmt: skip
+
+
+def _done(run: Run) -> bool:
+    options = run.options
+    if not options.until_ci:
+        return len(run.steps) >= options.steps
+    if len(run.steps) >= options.max_steps or run.wall_seconds >= options.max_seconds:
+        return True
+    if len(run.steps) < options.steps:
+        return False
+    summary = bench_stats.summarize([step.time() for step in run.steps], options.warmup, options.seed)
+    return summary.verdict == "ok" and summary.half_width is not None and summary.half_width <= options.until_ci
+
+
+def open_steps_file(options: argparse.Namespace) -> int | None:
+    """Open --steps-file for appending and mark the start of this run; one write per line from here on.
+
+    Raises:
+      BenchError: it cannot be written.
+    """
+    if not options.steps_file:
+        return None
+    try:
+        handle = os.open(options.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        bench_report.append_line(handle, {"schema": SIGNATURE, "seed": options.seed, "steps": options.steps})
+    except OSError as error:
+        raise BenchError(f"cannot write: {error.strerror}", where=options.steps_file, todo="choose another") from error
+    return handle
+
+
+# ---------------------------------------------------------------------------------------------
+# Setting up
+
+
+def set_up_platform(options: argparse.Namespace) -> None:
+    """Choose the backend before JAX is imported: virtual CPU devices for a smoke run, else what the pod says."""
+    if not options.cpu_smoke:
+        return
+    if "jax" not in sys.modules:
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split()
+                 if not flag.startswith("--xla_force_host_platform_device_count")]  # fmt: skip
+        flags.append(f"--xla_force_host_platform_device_count={options.devices}")
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    if jax.default_backend() != "cpu" or jax.device_count() != options.devices:
+        here = f"{jax.device_count()} {jax.default_backend()} devices"
+        raise BenchError(f"JAX already runs on {here}", where="--cpu-smoke", todo="start a new process, or --devices")
+
+
+def launch_argv(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the two argv as words.
+
+    Raises:
+      BenchError: one is missing, or its quotes do not close.
+    """
+    words = []
+    for name, text in (("TRAINER_ARGV", options.trainer_argv), ("ORCH_ARGV", options.orch_argv)):
+        if text is None:
+            raise BenchError(f"{name} is not set", todo="run a rendered command, or give --trainer-argv, --orch-argv")
+        try:
+            words.append(shlex.split(text))
+        except ValueError as error:
+            raise BenchError(f"cannot split into words: {error}", where=name, todo="quote as a shell does") from error
+    return words[0], words[1]
+
+
+def plan_run(options: argparse.Namespace) -> Plan:
+    """Return the plan of this process's launch. Imports JAX and MaxText unless --payload-only."""
+    trainer_argv, orch_argv = launch_argv(options)
+    common = {"lengths": options.sequence_lengths, "routing_load": options.routing_load, "skew": options.routing_skew,
+              "tolerance": options.routing_tolerance, "cpu_smoke": options.cpu_smoke}  # fmt: skip
+    if options.payload_only:
+        devices = options.devices if options.cpu_smoke else mesh_product(trainer_argv)
+        return plan_launch(trainer_argv, orch_argv, os.environ, devices, **common)
+    import jax
+
+    if not options.cpu_smoke and jax.default_backend() != "cpu" and not bench_runtime.has_tunix_experimental() \
+            and not options.allow_standin:  # fmt: skip
+        raise BenchError("Tunix here has no tunix.experimental: the stand-in would run in its place", where="Tunix",
+                         todo="install Tunix from git, or --allow-standin")  # fmt: skip
+    return plan_launch(
+        trainer_argv, orch_argv, os.environ, jax.device_count(), known_keys=bench_runtime.known_maxtext_keys(),
+        drop_unknown=options.drop_unknown_maxtext_keys, payload_fields=bench_runtime.payload_fields(),
+        pad_id=bench_runtime.pad_id(trainer_argv, options.cpu_smoke), **common)  # fmt: skip
+
+
+def mesh_product(trainer_argv: Sequence[str]) -> int:
+    """Return the JAX devices that a launch's mesh needs."""
+    trainer = bench_config.parse_trainer_argv(trainer_argv)
+    return trainer.mesh_fsdp * trainer.mesh_tp * trainer.mesh_expert * trainer.mesh_context
+
+
+def fill_sampler_logps(run: Run) -> None:
+    """Put sampler log-probs near the policy's own into every micro-batch, so that the loss's gates keep it.
+
+    One forward pass per micro-batch before the first step, with the worker's own log-prob method; never inside a
+    step. Without it seq-mask-tis (0.999 to 1.002) would reject every sequence and the gradient would be zero.
+    """
+    orch = run.plan.job.orch
+    gated = orch.use_rollout_logps or orch.seq_logprob_error_threshold or orch.truncated_importance_sampling_type \
+        or orch.sampler_is or orch.sampler_rs  # fmt: skip
+    if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic" or run.options.replay:
+        return
+    say(f"one forward pass over {len(run.batches)} micro-batches for the sampler's log-probs")
+    for i, batch in enumerate(run.batches):
+        logps = run.program.per_token_logps(batch, orch.temperature, run.plan.job.pad_id)
+        run.policy_logps = logps if i == 0 else run.policy_logps
+        run.batches[i] = bench_payload.with_logps(batch, logps, run.options.seed + i)
+
+
+# ---------------------------------------------------------------------------------------------
+# The result
+
+
+def result_document(run: Run) -> dict[str, Any]:
+    """Return the result document of a run at any moment (schema trainer-bench/1)."""
+    options, plan, program = run.options, run.plan, run.program
+    summary = bench_stats.summarize([step.time() for step in run.steps], options.warmup, options.seed)
+    reasons = list(summary.reasons) if run.status == "ok" else [run.error or run.status]
+    document: dict[str, Any] = {
+        "schema": bench_report.SCHEMA, "status": run.status,
+        "verdict": "ok" if run.status == "ok" and not reasons else "not enough", "reasons": reasons, "error": run.error,
+        "runtime": program.runtime if program else None, "versions": versions_of(run),
+        "trainer_argv": bench_report.masked_argv(plan.job.trainer_argv) if plan else None,
+        "orch_argv": bench_report.masked_argv(plan.job.orch_argv) if plan else None,
+        "flags": {name: os.environ.get(name) for name in ("MAXTEXT_EXTRA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_FLAGS")},
+        "seed": options.seed, "micro_batches_per_step": run.count or None, "distinct_micro_batches": len(run.batches),
+        **_batch_document(run), "routing_load": plan.routing_load if plan else None, "load": _without_text(run.load),
+        "headline": bench_report.headline(summary, _rates(run)),
+        "first_step_compile_seconds": sum(c["seconds"] for c in run.steps[0].compiles) if run.steps else None,
+        "wall_seconds": run.wall_seconds or None, "paused_seconds": run.paused_seconds,
+        "host_stalls": bench_report.host_stalls(run.steps, summary), "staged_boundary": run.staging,
+        "profile": run.trace, "steps": [dataclasses.asdict(step) for step in run.steps],
+        "shrunk": [dataclasses.asdict(item) for item in plan.shrunk] if plan else [],
+        "not_the_same_program": plan.job.not_the_same_program if plan else [],
+        "may_not_be_used_to_claim": bench_report.claims(
+            program.runtime if program else None, options.cpu_smoke, bool(options.replay),
+            plan.routing_load if plan else "none", bool(plan and _real_weights(plan))),
+        "provenance": bench_report.provenance(os.environ),
+    }  # fmt: skip
+    if program is not None:
+        document["mesh"] = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
+        document["devices"] = _devices(program)
+        document["memory"] = bench_report.device_memory(list(program.mesh.devices.flat))
+        document["config"] = bench_report.config_document(program.config)
+    return document
+
+
+def versions_of(run: Run) -> dict[str, str | None]:
+    """Return the versions of what ran; none are looked up before a program was built."""
+    return bench_runtime.versions() if run.program else {}
+
+
+def _devices(program: TrainerProgram) -> dict[str, Any]:
+    devices = list(program.mesh.devices.flat)
+    kind = devices[0].device_kind
+    return {"count": len(devices), "kind": kind, "platform": devices[0].platform,
+            "per_chip": bench_report.DEVICES_PER_CHIP.get(kind, 1)}  # fmt: skip
+
+
+def _rates(run: Run) -> dict[str, Any]:
+    devices = _devices(run.program) if run.program else {"count": 1, "per_chip": 1}
+    batch = _batch_document(run)
+    return {"slots_per_step": batch["slots_per_step"], "real_tokens_per_step": batch["real_tokens_per_step"],
+            "devices": devices["count"], "devices_per_chip": devices["per_chip"]}  # fmt: skip
+
+
+def _batch_document(run: Run) -> dict[str, Any]:
+    plan, batches = run.plan, run.batches
+    real = None
+    if batches and run.count:
+        real = sum(bench_payload.real_tokens(batch) for batch in batches) * run.count / len(batches)
+    return {"batch": dataclasses.asdict(plan.batch) if plan else None,
+            "slots_per_step": plan.batch.slots * run.count if plan and run.count else None,
+            "real_tokens_per_step": real,
+            "gradient_share": bench_payload.gradient_share(batches[0]) if batches else None}  # fmt: skip
+
+
+def _without_text(load: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if load is None else {name: value for name, value in load.items() if name != "text"}
+
+
+def _real_weights(plan: Plan) -> bool:
+    path = bench_config.effective(plan.job.settings).get("load_parameters_path")
+    return path is not None and path.value != ""
+
+
+def write_result(run: Run) -> dict[str, Any]:
+    """Print table, verdict and the JSON line; write --out and --plot. Returns the document."""
+    summary = bench_stats.summarize([step.time() for step in run.steps], run.options.warmup, run.options.seed)
+    document = result_document(run)
+    if run.steps:
+        emit(bench_report.table(run.steps, summary) + "\n")
+    for line in bench_report.closing_lines(document):
+        say(line)
+    if run.options.plot and run.steps:
+        bench_report.plot(run.options.plot, run.steps, summary)
+    text = bench_report.one_line(document)
+    if run.options.out:
+        write_whole(run.options.out, text)
+    emit(text)
+    return document
+
+
+# ---------------------------------------------------------------------------------------------
+# Main
+
+
+def payload_only(options: argparse.Namespace) -> int:
+    """Build and describe the first micro-batch, and write it where asked."""
+    plan = plan_run(options)
+    batches, count, load = make_micro_batches(plan, argparse.Namespace(**{**vars(options), "micro_batches": 1}))
+    describe_payload(batches[0], plan, load)
+    say(f"the argv make {options.micro_batches or plan.batch.micro_batches(count_sequences(batches[0]))} "
+        "micro-batches per optimizer step")  # fmt: skip
+    if options.save_payload:
+        bench_payload.save_npz(options.save_payload, batches[0])
+        say(f"written: {options.save_payload}")
+    return EXIT_OK
+
+
+def describe_payload(batch: Mapping[str, Any], plan: Plan, load: dict[str, Any] | None) -> None:
+    """Say what a micro-batch holds."""
+    slots = plan.batch.slots
+    real = bench_payload.real_tokens(batch)
+    share = bench_payload.gradient_share(batch)
+    say(f"micro-batch: {plan.batch.rows} rows x {plan.batch.row_width} tokens, {real} of {slots} slots real, "
+        f"{share:.1%} of scored tokens carry gradient")  # fmt: skip
+    for line in load["text"] if load else ():
+        say(line)
+
+
+def execute(run: Run, watch: Watch) -> None:
+    """Plan, build, and drive a run; fills it."""
+    options = run.options
+    set_up_platform(options)
+    run.plan = plan_run(options)
+    for why in dict.fromkeys(item.why for item in run.plan.shrunk):
+        items = [f"{item.what}={item.now}" for item in run.plan.shrunk if item.why == why]
+        say(f"cpu-smoke, {why}: {' '.join(items)}")
+    run.batches, run.count, run.load = make_micro_batches(run.plan, options)
+    describe_payload(run.batches[0], run.plan, run.load)
+    if options.save_payload:
+        bench_payload.save_npz(options.save_payload, run.batches[0])
+    watch.check()
+    run.program = bench_runtime.build_program(run.plan.job)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in run.program.mesh.shape.items() if size > 1) or "one device"
+    say(f"runtime {run.program.runtime}; mesh {mesh}; {run.count} micro-batches per optimizer step")
+    fill_sampler_logps(run)
+    watch.check()
+    drive(run, watch)
+    if options.save_numerics:
+        from numerics_file import save_numerics
+
+        save_numerics(options.save_numerics, run)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run the bench and write its result whatever happens. Returns the exit code."""
+    run = Run(options)
+    run.staging["asked"] = options.stage_before_update
+
+    def give_up(reason: str, code: int) -> None:
+        run.status, run.error = ("hung" if code == EXIT_CANNOT else "interrupted"), reason
+        write_result(run)
+        complain("bench_driver", reason)
+
+    with Watch(give_up) as watch:
+        try:
+            code = _guarded(run, watch)
+        finally:
+            if run.program is not None:
+                run.program.stop()
+        document = write_result(run)
+    if code != EXIT_OK:
+        complain("bench_driver", run.error)
+        return code
+    return EXIT_OK if document["verdict"] == "ok" else EXIT_DIFFERENT
+
+
+def _guarded(run: Run, watch: Watch) -> int:
+    """Execute the run; turn what can go wrong into a status, a message and an exit code."""
+    try:
+        execute(run, watch)
+        return EXIT_OK
+    except Interrupted as stop:
+        run.status, run.error = "interrupted", f"interrupted by {stop} after {len(run.steps)} steps"
+        return stop.code
+    except BenchError as error:
+        run.status, run.error = "failed", str(error)
+    except Exception as error:
+        if is_out_of_memory(error):
+            run.status = "out_of_memory"
+            run.error = f"out of memory after {len(run.steps)} steps: {' '.join(str(error).split())[:600]}"
+        else:
+            run.status, run.error = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            traceback.print_exc()  # of Tunix, MaxText or JAX: their message is where the cause is
+    return EXIT_CANNOT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; see the module's docstring."""
+    options = build_parser().parse_args(argv)
+    return run_tool("bench_driver", lambda: payload_only(options) if options.payload_only else bench(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
