@@ -26,7 +26,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import os
@@ -37,17 +36,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench_boundary import make_boundary
-
 import bench_config
 import bench_payload
 import bench_report
 import bench_runtime
 import bench_stats
+from bench_boundary import make_boundary
 from bench_common import EXIT_CANNOT, EXIT_DIFFERENT, EXIT_OK, BenchError, complain, emit, run_tool, write_whole
 from bench_faults import Interrupted, Watch, is_out_of_memory
+from bench_plan import Plan, count_sequences, make_micro_batches, mesh_product, plan_launch
 from bench_report import StepRecord
-from bench_runtime import CompileLog, Job, TrainerProgram
+from bench_runtime import CompileLog, TrainerProgram
 from bench_trace import Tracer
 
 TAG = "[TrainerBench]"
@@ -146,121 +145,6 @@ def _window(text: str) -> tuple[int, int]:
     if not (colon and first.isdigit() and count.isdigit() and int(count)):
         raise argparse.ArgumentTypeError(f"FIRST:COUNT expected, got {text!r}")
     return int(first), int(count)
-
-
-# ---------------------------------------------------------------------------------------------
-# What to run
-
-
-@dataclasses.dataclass
-class Plan:
-    """A launch made ready to run: flags, batch, payload and routing, before anything touches a device."""
-
-    job: Job
-    batch: bench_config.BatchPlan
-    sizes: bench_config.ModelSizes
-    spec: bench_payload.PayloadSpec
-    routing: bench_payload.RoutingSpec | None
-    routing_load: str
-    shrunk: list[bench_config.Shrunk]
-
-
-def plan_launch(
-    trainer_argv: Sequence[str], orch_argv: Sequence[str], env: Mapping[str, str], num_devices: int, *,
-    cpu_smoke: bool = False, known_keys: set[str] | None = None, drop_unknown: bool = False,
-    lengths: str = "full", routing_load: str = "uniform", skew: str = "lognormal", tolerance: float = 0.01,
-    pad_id: int = 0, payload_fields: set[str] | None = None,
-) -> Plan:  # fmt: skip
-    """Turn a launch's argv and environment into what the driver, the AOT check and the numerics check run.
-
-    Args:
-      trainer_argv, orch_argv: flag words.
-      env: MAXTEXT_EXTRA_FLAGS and the trainer's other variables.
-      num_devices: JAX devices of the slice, or of --cpu-smoke.
-      known_keys: keys of the installed MaxText; None checks nothing (no MaxText needed).
-      drop_unknown: drop keys outside known_keys instead of refusing them.
-      payload_fields: fields of the installed RLTrainerPayload; None means all.
-
-    Raises:
-      BenchError: flags, batch, routing or keys that cannot be run, in one line.
-    """
-    trainer, orch = bench_config.parse_trainer_argv(trainer_argv), bench_config.parse_orch_argv(orch_argv)
-    shrunk: list[bench_config.Shrunk] = []
-    if cpu_smoke:
-        trainer, orch, shrunk = bench_config.shrink_for_cpu(trainer, orch, num_devices)
-    batch = bench_config.batch_plan(trainer, orch)
-    settings = bench_config.maxtext_settings(trainer, batch, env, num_devices)
-    lost: list[str] = []
-    if cpu_smoke:
-        settings, changed = bench_config.cpu_settings(settings, known_keys)
-        shrunk += changed
-    if known_keys is not None:
-        settings, lost = bench_runtime.check_keys(settings, known_keys, drop_unknown)
-    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, cpu_smoke, lost)
-    sizes = bench_config.model_sizes(settings)
-    has = (lambda name: True) if payload_fields is None else payload_fields.__contains__
-    routed = sizes.num_experts > 1 and routing_load != "none"
-    spec = bench_payload.PayloadSpec(
-        rows=batch.rows, prompt_length=batch.prompt_length, completion_length=batch.completion_length,
-        packed=batch.packed, max_segments=batch.max_segments, vocab_size=sizes.vocab_size, pad_id=pad_id,
-        eos_id=1 if pad_id != 1 else 2, num_layers=sizes.num_layers, num_experts=sizes.num_experts if routed else 0,
-        top_k=sizes.top_k, num_generations=batch.num_generations, lengths=lengths,
-        with_old_logps=orch.use_rollout_logps, with_rollout_logps=has("rollout_per_token_logps"),
-        with_ref_logps=orch.beta != 0 or orch.force_compute_kl, with_overlong=has("overlong"),
-        row_width=batch.row_width,
-    )  # fmt: skip
-    layout = bench_config.expert_layout(trainer, settings)
-    routing = bench_payload.RoutingSpec(
-        bench_payload.parse_routing_load(routing_load, sizes.num_layers), layout.shards, layout.row_groups,
-        layout.token_chunks, skew, tolerance, layout.sequence_shards) if routed else None  # fmt: skip
-    bench_payload.check_specs(spec, routing)
-    return Plan(job, batch, sizes, spec, routing, routing_load if routed else "none", shrunk)
-
-
-def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict | None]:
-    """Build the run's distinct micro-batches, on the host, and check their routing load.
-
-    Returns:
-      (batches, N per step, load table or None). All N differ; fewer than N are built only where host memory would
-      not hold them, and then they take turns.
-
-    Raises:
-      BenchError: no token carries gradient, or the routing load misses its target.
-    """
-    if options.replay:
-        first = bench_payload.load_npz(options.replay, plan.spec)
-    else:
-        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0)
-    count = options.micro_batches or plan.batch.micro_batches(count_sequences(first))
-    load = None
-    if first["routed_experts"] is not None:
-        table = bench_payload.measure_load(first["routed_experts"], plan.sizes.num_experts, plan.routing)
-        if not options.replay:
-            bench_payload.check_load(table)
-        load = {**table.as_dict(), "text": table.lines()}
-    bench_payload.check_batch(first)
-    if options.replay:
-        return [first], count, load
-    size = sum(value.nbytes for value in first.values() if hasattr(value, "nbytes"))
-    distinct = max(1, min(count, int(host_memory_bytes() * 0.5) // max(size, 1)))
-    rest = [bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i) for i in range(1, distinct)]
-    return [first, *rest], count, load
-
-
-def count_sequences(batch: Mapping[str, Any]) -> int:
-    """Return how many rollouts a micro-batch holds."""
-    if batch["segment_ids"] is not None:
-        return int(batch["segment_ids"].max(axis=1).sum())  # segments are numbered 1..k in each row
-    return int((batch["completion_mask"] > 0).any(axis=1).sum())
-
-
-def host_memory_bytes() -> int:
-    """Return the memory this container may use: its cgroup limit, else the machine's."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
-            return min(machine, int(stream.read()))
-    return machine
 
 
 # ---------------------------------------------------------------------------------------------
@@ -496,12 +380,6 @@ def plan_run(options: argparse.Namespace) -> Plan:
         trainer_argv, orch_argv, os.environ, jax.device_count(), known_keys=bench_runtime.known_maxtext_keys(),
         drop_unknown=options.drop_unknown_maxtext_keys, payload_fields=bench_runtime.payload_fields(),
         pad_id=bench_runtime.pad_id(trainer_argv, options.cpu_smoke), **common)  # fmt: skip
-
-
-def mesh_product(trainer_argv: Sequence[str]) -> int:
-    """Return the JAX devices that a launch's mesh needs."""
-    trainer = bench_config.parse_trainer_argv(trainer_argv)
-    return trainer.mesh_fsdp * trainer.mesh_tp * trainer.mesh_expert * trainer.mesh_context
 
 
 def fill_sampler_logps(run: Run) -> None:
