@@ -15,6 +15,7 @@ from typing import Any
 
 import bench_config
 import bench_payload
+import bench_routing
 import bench_runtime
 from bench_runtime import Job
 
