@@ -8,7 +8,11 @@ lists. Reading only: what a bench changes is in render_bench.py. Standard librar
 
 from __future__ import annotations
 
+import base64
+import gzip
 import re
+import shlex
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +50,17 @@ class Render:
 
     documents: list[Document]
     notes: list[str]
+    ended: bool = True  # the last line has its line break; a stream cut short in a line has not
 
 
 _SEPARATOR = re.compile(r"---[ \t]*$")
-_TOP_LEVEL = re.compile(r"(apiVersion|kind|metadata|spec)[ \t]*:")
+_START = re.compile(r"(apiVersion|kind)[ \t]*:")
+# Top-level keys of the kinds of object that launchers print or that a capture may hold beside them.
+_TOP_LEVEL = re.compile(
+    r"(apiVersion|kind|metadata|spec|data|stringData|type|rules|subjects|roleRef|secrets|status)[ \t]*:"
+)
+_OPEN = re.compile(r"^[ \t]*\([ \t]*$", re.MULTILINE)
+_CLOSE = re.compile(r"^[ \t]*\)[ \t]*&[ \t]*PID=\$!", re.MULTILINE)
 
 
 def read_render(text: str, source: str) -> Render:
@@ -61,7 +72,8 @@ def read_render(text: str, source: str) -> Render:
     piece is parsed on its own.
 
     Raises:
-      BenchError: a piece is not YAML or was cut short, with file and line; or it has no object at all.
+      BenchError: a piece is not YAML or was cut short, with file and line; a line break inside a
+        start-up command; or no object at all.
     """
     documents: list[Document] = []
     notes: list[str] = []
@@ -73,40 +85,62 @@ def read_render(text: str, source: str) -> Render:
         raise BenchError(
             "no Kubernetes object in this input", where=source, todo="give the launcher's DRY_RUN=true output"
         )
-    return Render(documents, notes)
+    return Render(documents, notes, text.endswith("\n"))
 
 
 def _pieces(text: str) -> Iterator[tuple[int, list[str]]]:
-    start, lines = 1, []
+    """Yield (first line number, lines) between separators; a second `apiVersion:` starts a new piece too."""
+    start, lines, has_object = 1, [], False
     for number, line in enumerate(text.split("\n"), start=1):
         if _SEPARATOR.match(line):
             yield start, lines
-            start, lines = number + 1, []
-        else:
-            lines.append(line)
+            start, lines, has_object = number + 1, [], False
+            continue
+        if line.startswith("apiVersion:"):
+            if has_object:
+                yield start, lines
+                start, lines = number, []
+            has_object = True
+        lines.append(line)
     yield start, lines
 
 
 def _read_piece(lines: list[str], first_line: int, source: str, notes: list[str]) -> Document | None:
-    begin = next((i for i, line in enumerate(lines) if line.startswith("apiVersion:")), None)
+    begin = next((i for i, line in enumerate(lines) if _START.match(line)), None)
     if begin is None:
         text = [(first_line + i, line) for i, line in enumerate(lines) if line.strip() and not line.startswith("#")]
         if text:
             notes.append(
                 f"{source}:{text[0][0]}: {len(text)} line(s) without an object passed over: {_short(text[0][1])}"
             )
+        elif first_line > 1:
+            notes.append(f"{source}:{first_line}: a document without content; did the launcher's generator fail?")
         return None
     for i, line in enumerate(lines[:begin]):
         if line.strip() and not line.startswith("#"):
             notes.append(f"{source}:{first_line + i}: log line passed over: {_short(line)}")
-    kept = []
-    for i, line in enumerate(lines[begin:], start=first_line + begin):
-        stray = line and line[0] not in " \t#-" and not _TOP_LEVEL.match(line)
-        if stray:
-            notes.append(f"{source}:{i}: line inside a document passed over: {_short(line)}")
-        kept.append("" if stray else line)  # an empty line keeps the line numbers of errors right
+    kept = _object_lines(lines[begin:], first_line + begin, source, notes)
     data = _parse_yaml("\n".join(kept) + "\n", source, first_line + begin, notes)
     return Document(data, source, first_line + begin)
+
+
+def _object_lines(lines: list[str], first_line: int, source: str, notes: list[str]) -> list[str]:
+    """Return the lines with those that cannot belong to the object made empty, so that numbers stay right."""
+    kept, in_command, in_traceback = [], False, False
+    for number, line in enumerate(lines, start=first_line):
+        stray = bool(line) and line[0] not in " \t#-" and not _TOP_LEVEL.match(line)
+        if stray and in_command:
+            raise BenchError(
+                f"a line break inside the start-up command, before {_short(line)!r}",
+                where=f"{source}:{number}",
+                todo="a flag's value holds a newline: mend the launcher's variable and capture the dry run again",
+            )
+        in_command = _OPEN.match(line) is not None or (in_command and not line.lstrip().startswith(")"))
+        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
+        if stray and not in_traceback or line.startswith("Traceback ("):
+            notes.append(f"{source}:{number}: line inside a document passed over: {_short(line)}")
+        kept.append("" if stray or in_traceback else line)
+    return kept
 
 
 def _short(line: str) -> str:
@@ -119,19 +153,26 @@ def _parse_yaml(text: str, source: str, first_line: int, notes: list[str]) -> di
     import yaml
 
     loader = _loader_class()(text)
-    loader.on_duplicate = lambda key, mark: notes.append(
-        f"{source}:{first_line + mark.line}: duplicate key {key!r}, the last one counts"
-    )
     try:
-        data = loader.get_single_data()
+        node = loader.get_single_node()
+        problem = _check_nodes(node, lambda key, line: notes.append(
+            f"{source}:{first_line + line}: duplicate key {key!r}, the last one counts"
+        ))  # fmt: skip
+        if problem:
+            raise BenchError(problem[0], where=f"{source}:{first_line + problem[1]}", todo="write the object out")
+        data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = first_line + (mark.line if mark else 0)
         problem = getattr(error, "problem", None) or str(error)
-        raise BenchError(f"not YAML: {problem}", where=f"{source}:{line}", todo="capture the dry run again") from error
-    except RecursionError as error:
         raise BenchError(
-            "nested too deeply", where=f"{source}:{first_line}", todo="capture the dry run again"
+            f"not YAML: {problem}", where=f"{source}:{line}", todo="was it cut short? capture the dry run again"
+        ) from error
+    except (RecursionError, ValueError) as error:  # ValueError: a number or a code point out of range
+        raise BenchError(
+            f"not an object of Kubernetes: {type(error).__name__}",
+            where=f"{source}:{first_line}",
+            todo="capture the dry run again",
         ) from error
     finally:
         loader.dispose()
@@ -140,23 +181,54 @@ def _parse_yaml(text: str, source: str, first_line: int, notes: list[str]) -> di
     return data
 
 
+def _check_nodes(root: Any, on_duplicate: Callable[[str, int], None]) -> tuple[str, int] | None:
+    """Report duplicate keys, and return (problem, line) for an alias: what is shared could grow without bound."""
+    seen, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        if node is None or isinstance(node.value, str):
+            continue
+        if id(node) in seen:
+            return "a YAML alias, which no launcher prints", node.start_mark.line
+        seen.add(id(node))
+        if node.id == "sequence":
+            stack.extend(reversed(node.value))
+            continue
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in keys:
+                on_duplicate(key.value, key.start_mark.line)
+            elif isinstance(key.value, str):
+                keys.add(key.value)
+        stack.extend(part for pair in reversed(node.value) for part in pair)
+    return None
+
+
 def _loader_class() -> type:
-    """Return a safe loader (the C one where it is built in) that reports duplicate keys."""
+    """Return a safe loader, the C one where it is built in, that takes dates and `1:30` for strings as Go does."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        on_duplicate: Callable[[Any, Any], None]
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key_node, _ in node.value:
-                if key_node.value.__hash__ and key_node.value in seen:
-                    self.on_duplicate(key_node.value, key_node.start_mark)
-                elif key_node.value.__hash__:
-                    seen.add(key_node.value)
-            return super().construct_mapping(node, deep=deep)
+        yaml_implicit_resolvers = {
+            first: [
+                (tag, _NO_COLON[tag] if tag in _NO_COLON else pattern)
+                for tag, pattern in resolvers
+                if tag != "tag:yaml.org,2002:timestamp"
+            ]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
 
     return Loader
+
+
+# PyYAML's own patterns for numbers, without the base-60 ones of YAML 1.1.
+_NO_COLON = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
 
 
 # --- the client: the container of a document that runs a Python program ------------------------
@@ -165,16 +237,23 @@ RUNTIME_MODULE = "tunix.experimental.distributed.runtime.main"
 TRAINER_MAIN = "run_trainer_node.main"  # the end of --process_main; its package moved between versions
 MOCK_TRAINER_MAIN = "run_mock_trainer_node.main"
 HEREDOC_MARKER = "BENCH_DRIVER_EOF"
+DRIVER_FILE = "bench_driver.py"
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a shell command."""
+    """One word of a shell command that stands in a container's `command`."""
 
     raw: str  # as written, quotes and all
-    value: str  # as bash passes it on, `$` left as it is
-    live: bool = False  # holds a `$` or a backquote that bash expands when the pod runs
+    text: str  # without the quotes
+    live: bool = False  # bash or the kubelet changes it when the pod runs: `$X`, `$(X)`, a backquote
+    bare: bool = False  # one such stands outside quotes, or a `{a,b}`: bash may make several words of it
     operator: bool = False  # `&&`, `;`, `|`, `(` ... rather than a word
+
+    @property
+    def value(self) -> str:
+        """What the program gets, but for what is live: the kubelet makes `$` of `$$`."""
+        return kube_expand(self.text, {})
 
 
 @dataclass(frozen=True)
@@ -209,23 +288,62 @@ class Client:
 
     @property
     def is_bench(self) -> bool:
-        return self.program[-1].value.endswith("bench_driver.py")
+        return self.program[-1].value.endswith(DRIVER_FILE)
 
     @property
     def role(self) -> str:
-        """`trainer`, `mock_trainer`, `bench`, or the last part of the process_main (`run_rollout_node`)."""
-        if self.is_bench:
-            return "bench"
-        main = self.flags.get("--process_main") or ""
-        if main.endswith(MOCK_TRAINER_MAIN):
-            return "mock_trainer"
-        return "trainer" if main.endswith(TRAINER_MAIN) else (main.split(".")[-2:-1] or [""])[0]
+        """`trainer`, `mock_trainer`, `orchestrator`, `bench`, or what else its process_main is."""
+        return script_role(self.script)
+
+    def carried_argv(self, name: str) -> list[str]:
+        """Return the argv that a bench carries in TRAINER_ARGV or ORCH_ARGV; words that are live as written.
+
+        Raises:
+          BenchError: the assignment's quotes do not close.
+        """
+        live = {m[1]: m[2] for m in _LIVE_WORD.finditer(self.before)}
+        try:
+            words = shlex.split(self.env.get(name, ""))
+        except ValueError as error:
+            raise BenchError(f"{name} is no shell words: {error}", todo="was the render edited?") from error
+        return [
+            shell_words(live[m[1]])[0].value if (m := _LIVE_USE.fullmatch(w)) and m[1] in live else w for w in words
+        ]
 
 
-_OPEN = re.compile(r"^[ \t]*\([ \t]*$", re.MULTILINE)
-_CLOSE = re.compile(r"^[ \t]*\)[ \t]*&[ \t]*PID=\$!", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_HEREDOC = re.compile(rf"^cat > \S*?([\w.]+\.py)\"? <<'({HEREDOC_MARKER}\w*)'\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
+_HEREDOC = re.compile(
+    rf"^(?:cat > \"\$BENCH_DIR/(?P<plain>[\w.-]+)\" <<'(?P<marker>{HEREDOC_MARKER}\w*)'"
+    rf"|base64 -d <<'(?P<mark>{HEREDOC_MARKER})' \| gzip -dc > \"\$BENCH_DIR/(?P<packed>[\w.-]+)\")\n"
+    rf"(?P<text>.*?)^(?(plain)(?P=marker)|(?P=mark))$",
+    re.MULTILINE | re.DOTALL,
+)
+_LIVE_WORD = re.compile(r"^(BENCH_LIVE_[0-9]+)=(.*)$", re.MULTILINE)
+_LIVE_USE = re.compile(r"\$\{(BENCH_LIVE_[0-9]+)@Q\}")
+_PROCESS_MAIN = re.compile(r"--process_main=[\"']?([\w.]+)")
+
+
+def script_role(script: str) -> str:
+    """Return what a client script runs, without taking it apart.
+
+    `trainer`, `mock_trainer`, `orchestrator` (the one process that others discover), `bench`, or the last
+    module of its process_main (`run_rollout_node`); empty where it runs none.
+    """
+    if _BENCH_PROGRAM.search(script):
+        return "bench"
+    mains = _PROCESS_MAIN.findall(script)
+    if not mains:
+        return ""
+    if mains[-1].endswith(MOCK_TRAINER_MAIN):
+        return "mock_trainer"
+    if mains[-1].endswith(TRAINER_MAIN):
+        return "trainer"
+    if "--discovery_id=" in script and "--discovery_addrs=" not in script:
+        return "orchestrator"
+    return (mains[-1].split(".")[-2:-1] or [""])[0]
+
+
+_BENCH_PROGRAM = re.compile(rf"^\S*python[0-9.]* \S*{re.escape(DRIVER_FILE)}", re.MULTILINE)
 
 
 def client_containers(document: Document) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any], str]]:
@@ -233,7 +351,7 @@ def client_containers(document: Document) -> Iterator[tuple[tuple[str | int, ...
     for path, node in walk(document.data):
         command = node.get("command") if isinstance(node, dict) else None
         if isinstance(command, list) and command and isinstance(command[-1], str):
-            if RUNTIME_MODULE in command[-1] or "bench_driver.py" in command[-1]:
+            if RUNTIME_MODULE in command[-1] or DRIVER_FILE in command[-1]:
                 yield path, node, command[-1]
 
 
@@ -258,8 +376,9 @@ def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script:
       BenchError: the start-up command is not found where launchers put it, or is not exactly
         assignments, one python program, flags; the message names the token.
     """
-    sources = {m[1]: kube_expand(m[3], {}) for m in _HEREDOC.finditer(script)}
-    opening = list(_OPEN.finditer(script, max((m.end() for m in _HEREDOC.finditer(script)), default=0)))
+    heredocs = list(_HEREDOC.finditer(script))
+    sources = dict(_source(m, where) for m in heredocs)
+    opening = list(_OPEN.finditer(script, heredocs[-1].end() if heredocs else 0))
     closing = _CLOSE.search(script, opening[-1].end()) if opening else None
     if closing is None:
         raise BenchError(
@@ -268,7 +387,7 @@ def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script:
             todo="was the render cut short, or is it not a Pathways trainer?",
         )
     start, end = opening[-1].end() + 1, closing.start()
-    words = shell_words(script[start:end].replace("\\\n", " "), where)
+    words = shell_words(script[start:end], where)
     split = next((i for i, word in enumerate(words) if not _ASSIGNMENT.match(word.raw)), len(words))
     assignments = [_assignment(word) for word in words[:split]]
     program, argv = _program(words[split:], where)
@@ -277,25 +396,40 @@ def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script:
     )
 
 
+def _source(heredoc: re.Match[str], where: str) -> tuple[str, str]:
+    """Return the name and the text of a file that a heredoc writes."""
+    if heredoc["plain"]:
+        return heredoc["plain"], kube_expand(heredoc["text"], {})
+    try:
+        return heredoc["packed"], gzip.decompress(base64.b64decode(heredoc["text"])).decode()
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise BenchError(f"{heredoc['packed']} cannot be unpacked", where=where, todo="was it edited?") from error
+
+
 def _assignment(word: Word) -> tuple[str, Word]:
     name, _, raw = word.raw.partition("=")
-    return name, Word(raw, word.value.partition("=")[2], word.live)
+    return name, Word(raw, word.text.partition("=")[2], word.live, word.bare)
 
 
 def _program(words: list[Word], where: str) -> tuple[list[Word], list[Word]]:
     todo = "expected NAME=VALUE assignments, one `python -m ...runtime.main`, and --flags"
     size = 3 if len(words) > 1 and words[1].value == "-m" else 2
     program = words[:size]
-    known = bool(program) and (program[-1].value == RUNTIME_MODULE or program[-1].value.endswith("bench_driver.py"))
+    known = bool(program) and (program[-1].value == RUNTIME_MODULE or program[-1].value.endswith(DRIVER_FILE))
     if not known or not re.fullmatch(r"\S*python[0-9.]*", program[0].value):
         token = words[0].raw if words else "(nothing)"
         raise BenchError(f"unexpected token {_short(token)!r} in the start-up command", where=where, todo=todo)
     for word in words[size:]:
-        if word.operator or not word.value.startswith("--"):
+        if word.operator or not word.text.startswith("--") or word.text == "--process":
             raise BenchError(
                 f"unexpected token {_short(word.raw)!r} after the start-up program", where=where, todo=todo
             )
     return program, words[size:]
+
+
+_BLANKS = re.compile(r"(?:[ \t\n]|\\\n)+")
+_OPERATORS = re.compile(r"&&|\|\||[;&|()<>]")
+_BRACES = re.compile(r"(?<!\$)\{[^{}]*(?:,|\.\.)[^{}]*\}")
 
 
 def shell_words(text: str, where: str = "") -> list[Word]:
@@ -306,60 +440,98 @@ def shell_words(text: str, where: str = "") -> list[Word]:
     """
     words: list[Word] = []
     position = 0
-    for match in re.finditer(r"[ \t\n]+|&&|\|\||[;&|()<>]", text):
-        if match.start() < position:
-            continue  # a blank or an operator inside the quoted word just read
-        if match.start() > position:
+    while position < len(text):
+        if blanks := _BLANKS.match(text, position):
+            position = blanks.end()
+        elif operator := _OPERATORS.match(text, position):
+            words.append(Word(operator[0], operator[0], operator=True))
+            position = operator.end()
+        else:
             word, position = _read_word(text, position, where)
             words.append(word)
-            if position > match.start():
-                continue
-        if match[0].strip():
-            words.append(Word(match[0], match[0], operator=True))
-        position = match.end()
-    if position < len(text):
-        words.append(_read_word(text, position, where)[0])
     return words
 
 
 def _read_word(text: str, start: int, where: str) -> tuple[Word, int]:
-    value, live, i = [], False, start
+    """Return the word that starts at `start`, and where it ends."""
+    parts, unquoted, live, bare, i = [], [], False, False, start
     while i < len(text) and text[i] not in " \t\n;&|()<>":
-        char = text[i]
+        char, begin = text[i], i
         if char == "'":
-            end = text.find("'", i + 1)
-            value.append(text[i + 1 : end])
+            i = _closing(text, i, where)
+            parts.append(text[begin + 1 : i])
+            i += 1
         elif char == '"':
-            part, part_live, end = _read_double_quoted(text, i)
-            value.append(part)
+            part, part_live, i = _read_double_quoted(text, i, where)
+            parts.append(part)
             live = live or part_live
         elif char == "\\":
-            end = i + 1
-            value.append(text[end : end + 1])
+            parts.append(text[i + 1 : i + 2].replace("\n", ""))
+            i += 2
         else:
-            end = i
-            value.append(char)
-            live = live or char in "$`"
-        if end < 0:
-            raise BenchError(
-                f"a quote opened at {_short(text[i : i + 40])!r} does not close",
-                where=where,
-                todo="was the render cut short, or is there a line break in a flag?",
-            )
-        i = end + 1
-    return Word(text[start:i], "".join(value), live), i
+            i = _expansion_end(text, i, where) or i + 1
+            parts.append(text[begin:i])
+            unquoted.append(text[begin:i])
+            bare = bare or i > begin + 1
+    value = "".join(parts)
+    bare = bare or bool(_BRACES.search("".join(unquoted)))
+    live = live or bare or "$(" in value.replace("$$", "")  # `$(NAME)`: the kubelet knows no quotes
+    return Word(text[start:i], value, live, bare), i
 
 
-def _read_double_quoted(text: str, start: int) -> tuple[str, bool, int]:
+def _read_double_quoted(text: str, start: int, where: str) -> tuple[str, bool, int]:
+    """Return (text without quotes, whether bash expands something in it, where it ends)."""
     value, live, i = [], False, start + 1
     while i < len(text) and text[i] != '"':
-        if text[i] == "\\" and text[i + 1 : i + 2] in ("$", "`", '"', "\\"):
-            i += 1
+        begin = i
+        if text[i] == "\\" and text[i + 1 : i + 2] in ("$", "`", '"', "\\", "\n"):
+            value.append(text[i + 1].replace("\n", ""))
+            i += 2
         else:
-            live = live or text[i] in "$`"
-        value.append(text[i])
+            i = _expansion_end(text, i, where) or i + 1
+            value.append(text[begin:i])
+            live = live or i > begin + 1
+    if i >= len(text):
+        raise _unclosed(text, start, where)
+    return "".join(value), live, i + 1
+
+
+def _expansion_end(text: str, start: int, where: str) -> int | None:
+    """Return the end of the `$X`, `${X}`, `$(command)` or backquotes that open at `start`; None if none do."""
+    if text[start] == "`":
+        return _closing(text, start, where) + 1
+    if variable := _VARIABLE.match(text, start):
+        return variable.end()
+    if not text.startswith("$(", start):
+        return None
+    depth, i = 0, start + 1
+    while i < len(text):
+        if text[i] in "'\"":
+            i = _closing(text, i, where)
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
         i += 1
-    return "".join(value), live, i if i < len(text) else -1
+        if depth == 0:
+            return i
+    raise _unclosed(text, start, where)
+
+
+_VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_][A-Za-z0-9_]*|[0-9?!#@*$-])")
+
+
+def _closing(text: str, start: int, where: str) -> int:
+    """Return where the quote that opens at `start` closes again."""
+    end = text.find(text[start], start + 1)
+    if end < 0:
+        raise _unclosed(text, start, where)
+    return end
+
+
+def _unclosed(text: str, start: int, where: str) -> BenchError:
+    return BenchError(
+        f"a quote opened at {_short(text[start : start + 40])!r} does not close",
+        where=where,
+        todo="was the render cut short, or is there a line break in a flag?",
+    )
 
 
 def kube_expand(text: str, env: Mapping[str, str]) -> str:

@@ -1,0 +1,214 @@
+"""Write the script that a bench's client container runs: driver files by heredoc, then one start-up command.
+
+The format is fixed, because launch_render reads it back: each file as a heredoc (where all of them would
+not fit into one argument, the largest modules packed by gzip and base64), a line `(`, the assignments of
+the launcher as it wrote them (one a line, quotes and live `$` kept), TRAINER_ARGV and ORCH_ARGV as shell
+words, the BENCH_* provenance, the driver and its flags, and `) & PID=$!` with a wrapper that hands SIGTERM
+on and keeps the exit status. All of it is text for the kubelet, which makes `$` of `$$` and expands
+`$(NAME)`: what is not meant for it is escaped.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import gzip
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench_common import BenchError, decode, read_bytes
+from launch_render import DRIVER_FILE, HEREDOC_MARKER, Word, kube_escape, kube_expand
+
+# Linux passes no single argument longer than this with its final NUL (MAX_ARG_STRLEN in binfmts.h, 32 pages of 4 KiB).
+MAX_ARGUMENT_BYTES = 128 * 2**10
+MAX_DRIVER_BYTES = 2**20
+PROVENANCE = ("BENCH_INPUT_SHA256", "BENCH_DRIVER_SHA256", "BENCH_RENDER_VERSION", "BENCH_RENDER_OPTIONS")
+CARRIED = ("TRAINER_ARGV", "ORCH_ARGV")
+
+HEAD = """\
+# The trainer bench, rendered from a launcher's dry run. As process 1 of the container this script writes
+# the driver's files, starts the driver with the trainer's environment, hands a SIGTERM on to it and ends
+# with its exit status.
+BENCH_DIR=$(mktemp -d /tmp/trainer-bench.XXXXXX)
+PID= STOPPING=
+_sigterm() { STOPPING=1; if [ -n "$PID" ]; then kill -TERM "$PID" 2>/dev/null; else exit 143; fi; }
+trap _sigterm TERM
+"""
+TAIL = """\
+) & PID=$!
+wait "$PID"
+EXIT_CODE=$?
+while [ -n "$STOPPING" ]; do
+  # The signal ended the wait early: wait on for the status of the driver itself (127: it was had before).
+  STOPPING=
+  wait "$PID" 2>/dev/null
+  STATUS=$?
+  [ "$STATUS" -eq 127 ] || EXIT_CODE=$STATUS
+done
+rm -rf "$BENCH_DIR"
+echo "EXIT_CODE=$EXIT_CODE"
+exit "$EXIT_CODE"
+"""
+
+
+@dataclass(frozen=True)
+class Startup:
+    """The parts of a bench's start-up command.
+
+    Attributes:
+      assignments: (name, text for the shell) of the launcher's and the asked-for environment.
+      trainer_argv, orch_argv: the words that TRAINER_ARGV and ORCH_ARGV carry.
+      provenance: (name, value) of PROVENANCE.
+      flags: the driver's own flags, as text for the shell.
+    """
+
+    assignments: Sequence[tuple[str, str]]
+    trainer_argv: Sequence[Word]
+    orch_argv: Sequence[Word]
+    provenance: Sequence[tuple[str, str]]
+    flags: Sequence[str]
+
+
+def compose(files: dict[str, str], startup: Startup) -> str:
+    """Return the client's script.
+
+    Args:
+      files: file name -> text of what is written into the pod; each text ends with a line break.
+
+    Raises:
+      BenchError: the script is too long to be an argument; a live word that cannot be carried.
+    """
+    live: list[str] = []
+    carried = [
+        f"{name}={_carried(words, live)}"
+        for name, words in zip(CARRIED, (startup.trainer_argv, startup.orch_argv), strict=True)
+    ]
+    lines = [
+        *(f"{name}={raw}" for name, raw in startup.assignments),
+        *carried,
+        *(f"{name}={quote(value)}" for name, value in startup.provenance),
+        " ".join(["python", f'"$BENCH_DIR/{DRIVER_FILE}"', *startup.flags]),
+    ]
+    rest = "".join(live) + "(\n" + " \\\n".join(lines) + "\n" + TAIL
+    room = MAX_ARGUMENT_BYTES - 1 - len(kube_expand(HEAD + rest, {}).encode())
+    return HEAD + _heredocs(files, room) + rest
+
+
+def _heredocs(files: dict[str, str], room: int) -> str:
+    """Return the heredocs of the files in no more than `room` bytes, packing the largest modules where need be."""
+    parts = {name: _heredoc(name, text) for name, text in files.items()}
+
+    def size() -> int:
+        return sum(len(kube_expand(part, {}).encode()) for part in parts.values())
+
+    for name in sorted(files, key=lambda name: (name == DRIVER_FILE, -len(files[name]), name)):
+        if size() <= room:
+            break
+        parts[name] = _packed_heredoc(name, files[name])
+    if size() > room:
+        raise BenchError(
+            f"the files of the client's script take {size()} bytes even when packed, and {room} are left of the"
+            f" {MAX_ARGUMENT_BYTES} that Linux gives one argument",
+            todo="make the driver or the routing-load file smaller",
+        )
+    return "".join(parts.values())
+
+
+def _heredoc(name: str, text: str) -> str:
+    marker, number = HEREDOC_MARKER, 1
+    while marker in text:
+        number += 1
+        marker = f"{HEREDOC_MARKER}_{number}"
+    return f"cat > \"$BENCH_DIR/{name}\" <<'{marker}'\n{kube_escape(text)}{marker}\n"
+
+
+def _packed_heredoc(name: str, text: str) -> str:
+    packed = base64.encodebytes(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    return f"base64 -d <<'{HEREDOC_MARKER}' | gzip -dc > \"$BENCH_DIR/{name}\"\n{packed}{HEREDOC_MARKER}\n"
+
+
+def _carried(words: Iterable[Word], live: list[str]) -> str:
+    """Return shell text whose value is the words, joined for shlex; live words go through a variable each."""
+    text: list[str] = []  # alternating: static, live, static ...
+    static: list[str] = []
+    for word in words:
+        if not word.live:
+            static.append(shlex.quote(word.value))
+            continue
+        if word.bare:
+            raise BenchError(
+                f"bash may make several words of the argv token {word.raw!r} when the pod runs",
+                todo="put it in double quotes, or give its value with --trainer-arg or --orch-arg",
+            )
+        variable = f"BENCH_LIVE_{len(live)}"
+        live.append(f"{variable}={word.raw}\n")
+        text += [" ".join([*static, ""]), variable]
+        static = [""]
+    text.append(" ".join(static))
+    return "".join(f'"${{{part}@Q}}"' if i % 2 else kube_escape(shlex.quote(part)) for i, part in enumerate(text))
+
+
+def quote(value: str) -> str:
+    """Return a value as the kubelet and bash must find it to pass it on unchanged."""
+    if re.fullmatch(r"[A-Za-z0-9_.,:/@%+=-]*", value):
+        return value
+    return kube_escape(f'"{value}"' if not re.search(r'["$`\\!]', value) else shlex.quote(value))
+
+
+def embedded_files(driver: str) -> dict[str, str]:
+    """Return file name -> text of the driver and of those modules beside it that it imports, the driver last.
+
+    Raises:
+      BenchError: a file is missing, too large, no UTF-8, or no Python.
+    """
+    folder = os.path.dirname(os.path.abspath(driver))
+    own = folder == os.path.dirname(os.path.abspath(__file__))
+    found: dict[str, str] = {}
+    pending = [os.path.basename(driver)]
+    while pending:
+        name = pending.pop()
+        path = os.path.join(folder, name)
+        text = read_source(driver if name == os.path.basename(driver) else path)
+        found[name] = text
+        for module in _imports(text, path):
+            file = f"{module}.py"
+            # Installed as a wheel, our modules stand among everybody's.
+            ours = not own or module.startswith("bench_") or module in ("tunix_standin", "staged_engine")
+            if file not in found and file not in pending and ours and os.path.isfile(os.path.join(folder, file)):
+                pending.append(file)
+    last = found.pop(os.path.basename(driver))
+    if DRIVER_FILE in found:
+        raise BenchError(f"it imports another {DRIVER_FILE}", where=driver, todo=f"name the driver {DRIVER_FILE}")
+    return {**{name: found[name] for name in sorted(found)}, DRIVER_FILE: last}
+
+
+def read_source(path: str) -> str:
+    """Return the text of a file that is to travel: UTF-8, no NUL, ending with a line break."""
+    text = decode(read_bytes(path, MAX_DRIVER_BYTES), path)
+    if "\0" in text:
+        raise BenchError("holds a NUL byte", where=path, todo="give a text file")
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _imports(text: str, path: str) -> list[str]:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise BenchError(f"not Python: {error.msg}", where=f"{path}:{error.lineno}", todo="name the driver") from error
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules.add(node.module.partition(".")[0])
+    return sorted(modules)
+
+
+def files_sha256(files: dict[str, str]) -> str:
+    """Return the hash of all files: that of what `sha256sum *.py` prints for them in a folder, names sorted."""
+    lines = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
