@@ -36,7 +36,8 @@ import numpy as np
 from bench_common import BenchError, read_text
 
 UNSET = -1  # Tunix's UNSET_ROUTED_EXPERT
-TILE_TOKENS = 1400  # tokens handled at a time: 60 layers x top-10 of them (1.7 MB) stay in the cache
+TILE_TOKENS = 1400  # most tokens handled at a time: 60 layers x top-10 of them (1.7 MB) stay in the cache
+TILE_RUN = 25  # mean tokens of a tile that share an expert in a row of it: shorter is more varied, and slower
 REPEATS = 8  # in a large block each built token goes to so many places: an eighth of the building
 REPEAT_FROM = 2**13  # least balanced load of a shard for that: a repeated assignment is then < 0.1 % of it
 LOGNORMAL_SIGMA = 0.32  # hottest of 512 experts near 2.5 x the mean, as llama.cpp#28544 saw on a 512-expert model
@@ -243,7 +244,7 @@ def build_routing(
         for places in (block[:cut].reshape(REPEATS, -1), block[None, cut:]):
             if places.size:
                 loads = _shard_loads(routing, places.shape[1], top_k, num_experts // shards, worst == i, fullest, rng)
-                counts = _expert_counts(routing, places.shape[1], top_k, loads, skew, rng)
+                counts = _expert_counts(routing, places.shape, top_k, loads, skew, rng)
                 _deal(whole, places, counts, top_k, rng)
     return routed.reshape(shape)
 
@@ -294,21 +295,26 @@ def _shard_loads(
 
 
 def _expert_counts(
-    routing: RoutingSpec, tokens: int, top_k: int, loads: np.ndarray, skew: np.ndarray, rng: np.random.Generator
+    routing: RoutingSpec,
+    places: tuple[int, int],
+    top_k: int,
+    loads: np.ndarray,
+    skew: np.ndarray,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return int64 [layers, experts]: how often a block of `tokens` tokens uses each expert, at most `tokens` times.
+    """Return int64 [layers, experts]: how often n tokens use each expert, at most n times; `places` is (repeats, n).
 
-    A layer without a target gets counts of the mean and variance of independent uniform top-k draws.
+    A layer without a target gets counts of the mean and variance of independent uniform top-k draws, repeats counted.
     """
-    layers = len(routing.targets)
+    (repeats, tokens), layers = places, len(routing.targets)
     counts = apportion(loads, skew, np.full_like(loads, tokens)).reshape(layers, -1)
     natural = [value is None for value in routing.targets]
     if any(natural):
         share = top_k / counts.shape[1]
-        drawn = tokens * share + math.sqrt(tokens * share * (1 - share)) * normal(rng, *counts.shape)
-        weights = (np.maximum(drawn, 0) * 1024).astype(np.int64)
+        deviation = math.sqrt(repeats * tokens * share * (1 - share)) / repeats
+        drawn = np.maximum(tokens * share + deviation * normal(rng, *counts.shape), 0)
         total, cap = np.full(layers, tokens * top_k), np.full(layers, tokens)
-        counts[natural] = apportion(total, weights, cap)[natural]
+        counts[natural] = apportion(total, (drawn * 1024).astype(np.int64), cap)[natural]
     return counts
 
 
@@ -325,7 +331,7 @@ def _deal(whole: np.ndarray, places: np.ndarray, counts: np.ndarray, top_k: int,
     most its size; within it the same rule holds, with experts reordered once more and tokens in shuffled places.
     """
     tokens, (layers, experts) = places.shape[1], counts.shape
-    tiles = -(-tokens // TILE_TOKENS)
+    tiles = -(-tokens // min(TILE_TOKENS, max(64, TILE_RUN * experts // top_k)))
     shuffle = np.argsort(rng.integers(0, 2**32, size=counts.shape), axis=1, kind="stable")
     line = np.pad(np.cumsum(np.take_along_axis(counts, shuffle, axis=1), axis=1), ((0, 0), (1, 0)))
     turns, left = np.divmod(line, tokens)
@@ -348,7 +354,7 @@ FORMULAS = {
     "max_over_mean": "max / mean over shards (or experts) of the worst block",
     "maxvio": "(max - mean) / mean, the same block",
     "cv": "standard deviation / mean, the same block",
-    "max_over_mean_batch": "max / mean over shards (or experts) of the whole micro-batch",
+    "max_over_mean_batch": "max / mean over the whole micro-batch",
 }
 
 
@@ -457,9 +463,9 @@ def _count(routed: np.ndarray, rows: slice, tokens: np.ndarray, num_experts: int
     kind = np.uint16 if bins <= 2**16 else np.int64  # 16 bits wrap -1 to where it belongs, and are quicker
     offset = np.repeat(np.arange(1, bins, num_experts + 1, dtype=kind), top_k)
     counts = np.zeros(bins, np.int64)
-    for row in routed[rows].reshape(-1, routed.shape[1], layers * top_k):
+    for row in routed[rows]:
         for first in range(0, tokens.size, TILE_TOKENS):
-            tile = row[tokens[first : first + TILE_TOKENS]]
+            tile = row[tokens[first : first + TILE_TOKENS]].reshape(-1, layers * top_k)
             known = tile.min() >= UNSET and tile.max() < num_experts
             require(known, f"routed_experts has ids outside -1..{num_experts - 1}")
             counts += np.bincount((tile.astype(kind) + offset).ravel(), minlength=bins)
