@@ -1,0 +1,488 @@
+"""What the computations of an HLO module contain: work that can hide a transfer, collectives, loops.
+
+`Program` answers for one instruction or one computation, and remembers: what it calls, how much work it
+holds (matrix products, kernels of unknown length, data movement and elementwise), which collectives run
+inside it, how often a loop runs; and for a scheduled computation the work by position and by thread.
+What something is, is decided by opcodes and by what fusions and calls contain. Standard library only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import hlo_shapes
+import hlo_text
+from bench_common import BenchError
+from hlo_text import Computation, Module
+from hlo_trips import PASS_ON, TripReader
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "recv",
+    "reduce-scatter",
+    "send",
+)
+
+# Neither time nor work: the four of XLA's ConvertAsyncCollectivesToSync, and others that only name values.
+NO_WORK = frozenset(
+    "parameter constant bitcast get-tuple-element tuple after-all partition-id replica-id opt-barrier "
+    "optimization-barrier add-dependency domain".split()
+)
+MOVES = frozenset("copy slice dynamic-slice dynamic-update-slice concatenate pad reshape transpose".split())
+_KERNELS = frozenset("fft cholesky triangular-solve".split())  # library calls of unknown length, not elementwise
+# Custom calls that do nothing at run time (seen in TPU modules), and matrix products by library.
+EMPTY_TARGETS = frozenset(
+    "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
+    "LayoutConstraint SPMDFullToShardShape "
+    "SPMDShardToFullShape Sharding annotate_device_placement".split()
+)
+_MATMUL_TARGETS = re.compile(r"__cublas\$|__cudnn\$conv|__onednn\$matmul|__triton_gemm")
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d+)')
+_THREAD = re.compile(r'async_execution_thread="([^"]*)"')
+_CALLEE = re.compile(r", calls=%?([^\s,{}]+)")
+_CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
+_MAX_DEPTH = 150  # of computations inside computations; real modules stay under 20
+MAX_HOPS = 64  # from a done back to its start; real ones need a tuple element, a fusion or two and an update
+
+
+class Cover(NamedTuple):
+    """Work: how many instructions of each sort, and the FLOPs of the matrix products."""
+
+    matmuls: int = 0
+    kernels: int = 0  # custom calls and library routines of unknown length
+    light: int = 0  # data movement and elementwise
+    flops: int = 0
+    no_flops: int = 0  # matrix products and kernels whose FLOPs the text does not tell
+
+    def plus(self, other: Cover) -> Cover:
+        if other is NOTHING:
+            return self
+        a, b, c, d, e = self
+        f, g, h, i, j = other
+        return Cover(a + f, b + g, c + h, d + i, e + j)
+
+    def times(self, count: int) -> Cover:
+        return Cover(*(value * count for value in self))
+
+
+NOTHING = Cover()
+
+
+class Times(NamedTuple):
+    """How often per step: at least `low`, at most `high`; high None is unknown."""
+
+    low: int
+    high: int | None
+
+    def times(self, other: Times) -> Times:
+        if 0 in (self.high, other.high):
+            return Times(0, 0)
+        high = None if self.high is None or other.high is None else self.high * other.high
+        return Times(self.low * other.low, high)
+
+    def plus(self, other: Times) -> Times:
+        high = None if self.high is None or other.high is None else self.high + other.high
+        return Times(self.low + other.low, high)
+
+
+ONCE, NEVER, UNKNOWN = Times(1, 1), Times(0, 0), Times(0, None)
+
+
+class Segment(NamedTuple):
+    """A stretch of one computation: the instructions strictly between two positions."""
+
+    computation: Computation
+    after: int
+    before: int
+
+
+_CALLERS = frozenset("fusion call async custom-call while conditional".split())
+
+
+class _Sorts(dict):
+    """What an opcode is to this tool: "none", "collective", "matmul", "kernel", "caller" or "light".
+
+    A start is what it starts; dones and updates are "none", and so is whatever only names values.
+    """
+
+    def __missing__(self, opcode: str) -> str:
+        base = opcode.removesuffix("-start")
+        if opcode in NO_WORK or opcode.endswith(("-done", "-update")):
+            sort = "none"
+        elif collective_base(opcode):
+            sort = "collective"
+        elif base in ("dot", "convolution"):
+            sort = "matmul"
+        elif base in _CALLERS:
+            sort = "caller"
+        else:
+            sort = "kernel" if base in _KERNELS else "light"
+        self[opcode] = sort
+        return sort
+
+
+SORT = _Sorts()
+_FIXED_COVER = {
+    "none": NOTHING,
+    "collective": NOTHING,
+    "kernel": Cover(kernels=1, no_flops=1),
+    "light": Cover(light=1),
+}
+
+
+def collective_base(opcode: str) -> str | None:
+    """Return the kind of a collective opcode, plain or `-start`; None for anything else and for dones."""
+    base = opcode[:-6] if opcode.endswith("-start") else opcode
+    return base if base in COLLECTIVES else None
+
+
+class Prefix:
+    """Sums of Cover over positions of a computation, so that a window costs a look-up."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.sums: list[Cover] = [NOTHING]
+
+    def add(self, position: int, cover: Cover) -> None:
+        self.positions.append(position)
+        self.sums.append(self.sums[-1].plus(cover))
+
+    def upto(self, position: int) -> Cover:
+        """Return the sum over positions below `position`."""
+        return self.sums[bisect.bisect_left(self.positions, position)]
+
+    def between(self, after: int, before: int) -> Cover:
+        """Return the sum over positions strictly between the two."""
+        low, high = self.upto(after + 1), self.upto(before)
+        return Cover(*(b - a for a, b in zip(low, high, strict=True)))
+
+
+class Track:
+    """The work of one scheduled computation by position, and by thread for what runs asynchronously."""
+
+    def __init__(self) -> None:
+        self.main = Prefix()
+        self.started: dict[str, Prefix] = {}
+        self.running: dict[str, Prefix] = {}
+        self.opcodes: dict[str, list[int]] = {}
+        self.busy: list[int] = []  # positions of what is not plumbing
+
+    def window(self, segment: Segment, thread: str) -> tuple[Cover, int]:
+        """Return the work inside a segment for a collective on `thread`, and the instructions inside.
+
+        Work on other threads counts when it starts inside or is still running at the beginning; work on
+        the collective's own thread waits for it and counts for nothing.
+        """
+        cover = self.main.between(segment.after, segment.before)
+        for name, prefix in self.started.items():
+            if name and name == thread:
+                continue
+            cover = cover.plus(prefix.between(segment.after, segment.before))
+            cover = cover.plus(self.running[name].upto(segment.after))
+        inside = bisect.bisect_left(self.busy, segment.before) - bisect.bisect_right(self.busy, segment.after)
+        return cover, max(inside, 0)
+
+    def histogram(self, segment: Segment) -> dict[str, int]:
+        """Return how many instructions of each opcode lie in a segment, plumbing left out."""
+        found = {}
+        for opcode, positions in self.opcodes.items():
+            count = bisect.bisect_left(positions, segment.before) - bisect.bisect_right(positions, segment.after)
+            if count > 0:
+                found[opcode] = count
+        return found
+
+
+class Program:
+    """A module with what has been found out about its computations so far."""
+
+    def __init__(self, module: Module, assume_trips: int | None = None):
+        self.module = module
+        self.assume_trips = assume_trips
+        self.callers: dict[int, tuple[Computation, int]] = {}  # id of a computation -> who calls it (one of them)
+        self._called: dict[tuple[int, int], dict[str, list[Computation]]] = {}
+        self._inside: dict[int, Cover] = {}
+        self._collectives: dict[int, list[tuple[Computation, int, Times]]] = {}
+        self._trips: dict[tuple[int, int], int | None] = {}
+        self._tracks: dict[int, Track] = {}
+        self._dones: dict[int, dict[int, int]] = {}
+        self.fused: set[tuple[int, int]] = set()  # (id of computation, position) of fusions with collectives inside
+        self._depth = 0
+
+    # --- what an instruction calls and contains ---
+
+    def called(self, computation: Computation, at: int) -> dict[str, list[Computation]]:
+        key = (id(computation), at)
+        found = self._called.get(key)
+        if found is None:
+            text, opcode = computation.texts[at], computation.opcodes[at]
+            callee = _plain_callee(text) if opcode == "fusion" else None
+            if callee in self.module.by_name:
+                found = {"calls": [self.module.by_name[callee]]}
+            elif opcode == "custom-call" and not any(key in text for key in _CUSTOM_CALL_KEYS):
+                found = {}
+            else:
+                found = hlo_text.called(computation, at, self.module)
+            self._called[key] = found
+        return found
+
+    def bodies(self, computation: Computation, at: int) -> list[Computation]:
+        """Return the computations that instruction `at` runs: what it calls, but no loop condition or reducer."""
+        opcode, found = computation.opcodes[at], self.called(computation, at)
+        if opcode == "while":
+            return found.get("body", [])
+        if opcode == "conditional":
+            keys = ("branch_computations", "true_computation", "false_computation")
+            return [branch for key in keys for branch in found.get(key, [])]
+        if opcode == "call" or opcode in ("call-start", "async-start"):
+            return [*found.get("to_apply", []), *found.get("calls", [])]
+        return [*found.get("calls", []), *found.get("called_computations", [])]
+
+    def _descend(self) -> None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise BenchError(
+                f"computations call each other in a circle, or deeper than {_MAX_DEPTH}",
+                where=self.module.name or "module",
+                todo="give the text as the compiler wrote it",
+            )
+
+    def inside(self, computation: Computation) -> Cover:
+        """Return the work of one run of a computation."""
+        key = id(computation)
+        if key not in self._inside:
+            self._descend()
+            counts = Counter(computation.opcodes)
+            light, closely = 0, set()
+            for opcode, count in counts.items():
+                sort = SORT[opcode]
+                if sort == "light":
+                    light += count
+                elif sort in ("matmul", "kernel", "caller"):
+                    closely.add(opcode)
+            total = Cover(light=light)
+            if closely:
+                for at, opcode in enumerate(computation.opcodes):
+                    if opcode in closely:
+                        total = total.plus(self.cover(computation, at))
+            self._inside[key] = total
+            self._depth -= 1
+        return self._inside[key]
+
+    def cover(self, computation: Computation, at: int) -> Cover:
+        """Return the work of one instruction; for an async start, the work that it starts."""
+        opcode = computation.opcodes[at]
+        sort = SORT[opcode]
+        if sort == "matmul":
+            flops = matmul_flops(computation, at)
+            return Cover(matmuls=1, flops=flops or 0, no_flops=int(flops is None))
+        if sort == "caller":
+            return self._cover_of_caller(computation, at, opcode.removesuffix("-start"))
+        return _FIXED_COVER[sort]
+
+    def _cover_of_caller(self, computation: Computation, at: int, base: str) -> Cover:
+        bodies = self.bodies(computation, at)
+        if base == "custom-call" and not bodies:
+            return custom_call_cover(computation.texts[at])
+        covers = [self.inside(body) for body in bodies]
+        if base == "while":
+            trips = self.trips(computation, at)
+            return covers[0].times(1 if trips is None else trips) if covers else Cover(light=1)
+        if base == "conditional":  # what is sure to run
+            return Cover(*(min(values) for values in zip(*covers, strict=True))) if covers else Cover(light=1)
+        total = covers[0] if covers else Cover(light=1)
+        for cover in covers[1:]:
+            total = total.plus(cover)
+        if any(self.collectives_in(body) for body in bodies) and not self._carries(bodies):
+            total = total._replace(light=0)  # the plumbing of a fused collective is no cover for another
+        return total
+
+    def _carries(self, bodies: list[Computation]) -> bool:
+        """Whether a fusion does work of its own while it carries an async collective on."""
+        return any(body.opcodes and body.opcodes[body.root_index] == "tuple" for body in bodies)
+
+    def collectives_in(self, computation: Computation) -> list[tuple[Computation, int, Times]]:
+        """Return the collectives inside a computation that runs as one piece, with how often each runs in it."""
+        key = id(computation)
+        if key not in self._collectives:
+            self._descend()
+            found: list[tuple[Computation, int, Times]] = []
+            closely = {op for op in set(computation.opcodes) if SORT[op] in ("collective", "caller")}
+            if not closely:
+                self._collectives[key] = found
+                self._depth -= 1
+                return found
+            for at, opcode in enumerate(computation.opcodes):
+                if opcode not in closely:
+                    continue
+                if SORT[opcode] == "collective":
+                    found.append((computation, at, ONCE))
+                else:
+                    times = self._runs(computation, at)
+                    for body in self.bodies(computation, at):
+                        found += [
+                            (where, place, times.times(inner)) for where, place, inner in self.collectives_in(body)
+                        ]
+            self._collectives[key] = found
+            self._depth -= 1
+        return self._collectives[key]
+
+    def _runs(self, computation: Computation, at: int) -> Times:
+        """Return how often instruction `at` runs each of its computations."""
+        opcode = computation.opcodes[at]
+        if opcode == "while":
+            trips = self.trips(computation, at)
+            return UNKNOWN if trips is None else Times(trips, trips)
+        return Times(0, 1) if opcode == "conditional" else ONCE
+
+    # --- loops ---
+
+    def trips(self, computation: Computation, at: int) -> int | None:
+        """Return the trip count of the `while` at `at`: as XLA says, else read off its condition, body and init."""
+        key = (id(computation), at)
+        if key not in self._trips:
+            self._trips[key] = None  # a loop that depends on itself stays unknown
+            place = computation.texts[at].find('"known_trip_count"')
+            known = _KNOWN_TRIPS.match(computation.texts[at], place) if place >= 0 else None
+            self._trips[key] = int(known[1]) if known else TripReader(self).read(computation, at)
+        trips = self._trips[key]
+        return self.assume_trips if trips is None else trips
+
+    # --- schedule ---
+
+    def track(self, computation: Computation) -> Track:
+        """Return the work of a scheduled computation by position."""
+        key = id(computation)
+        if key in self._tracks:
+            return self._tracks[key]
+        track = self._tracks[key] = Track()
+        events: dict[str, list[tuple[int, Cover]]] = {}
+        for at, opcode in enumerate(computation.opcodes):
+            if opcode in NO_WORK:
+                continue
+            track.busy.append(at)
+            track.opcodes.setdefault(opcode, []).append(at)
+            work = self.cover(computation, at)
+            if work == NOTHING:
+                continue
+            if not opcode.endswith("-start") or work.light == 1 == sum(work):
+                track.main.add(at, work)  # an asynchronous copy covers where it is issued, not while it flies
+                continue
+            thread = thread_of(computation, at)
+            track.started.setdefault(thread, Prefix()).add(at, work)
+            done = self._done_of(computation, at)
+            events.setdefault(thread, []).append((at, work))
+            if done is not None:
+                events[thread].append((done, work.times(-1)))
+        for thread in track.started:
+            running = track.running[thread] = Prefix()
+            for position, change in sorted(events[thread], key=lambda event: event[0]):
+                running.add(position, change)
+        return track
+
+    def _done_of(self, computation: Computation, at: int) -> int | None:
+        """Return the position of the done of an async start that is no collective."""
+        key = id(computation)
+        if key not in self._dones:
+            found: dict[int, int] = {}
+            for position, opcode in enumerate(computation.opcodes):
+                if opcode.endswith("-done"):
+                    start, _ = start_in_place(computation, position)
+                    if start is not None:
+                        found.setdefault(start, position)
+            self._dones[key] = found
+        return self._dones[key].get(at)
+
+
+def _plain_callee(text: str) -> str | None:
+    """Return what a fusion calls, where XLA prints it: before any attribute that can hold quoted text."""
+    place = text.find(", calls=")
+    found = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
+    return found[1] if found else None
+
+
+def thread_of(computation: Computation, at: int) -> str:
+    """Return the thread an async start runs on; empty when the text names none."""
+    text = computation.texts[at]
+    place = text.find('async_execution_thread="')
+    found = _THREAD.match(text, place) if place >= 0 else None
+    return found[1] if found else ""
+
+
+def custom_call_cover(text: str) -> Cover:
+    """Return the work of a custom call that names no computation, by its target."""
+    found = TARGET.search(text)
+    target = found[1] if found else ""
+    if target in EMPTY_TARGETS or collective_base(target.replace("-done", "-start")):
+        return NOTHING
+    if _MATMUL_TARGETS.search(target):
+        return Cover(matmuls=1, no_flops=1)
+    return Cover(kernels=1, no_flops=1)
+
+
+def start_in_place(computation: Computation, done: int) -> tuple[int | None, int | None]:
+    """Return (start, first update) of a done whose chain stays plain within its computation."""
+    at, update = done, None
+    for _ in range(MAX_HOPS):
+        refs = hlo_text.operands(computation, at)
+        found = computation.index(refs[0].name) if refs else None
+        if found is None or found == at:
+            return None, update
+        at = found
+        opcode = computation.opcodes[at]
+        if opcode.endswith("-update"):
+            update = at
+        elif opcode.endswith("-start") or opcode in ("send", "recv"):
+            return at, update
+        elif opcode not in PASS_ON:
+            return None, update
+    return None, update
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+_CONTRACTING = re.compile(r"\{([\d,]*)\}")
+_DIM_LABELS = re.compile(r"[^_]*_([^-]*)->")
+_WINDOW_SIZE = re.compile(r"\bsize=([\dx]+)")
+
+
+def matmul_flops(computation: Computation, at: int) -> int | None:
+    """Return 2*M*N*K of a dot or convolution from its shapes; None when the text does not tell.
+
+    A convolution with padding or batch in its window dimensions does less: then this is an upper bound.
+    """
+    refs = hlo_text.operands(computation, at)
+    output = hlo_shapes.elements(hlo_text.shape_of(computation, at))
+    given = hlo_text.attributes(computation, at)
+    if len(refs) < 2:
+        return None
+    if computation.opcodes[at].startswith("dot"):
+        left = hlo_text.shape_of_ref(computation, refs[0])
+        dims = _CONTRACTING.match(given.get("lhs_contracting_dims", ""))
+        if not isinstance(left, hlo_shapes.Array) or dims is None:
+            return None
+        places = [int(place) for place in dims[1].split(",") if place]
+        if any(place >= len(left.dims) for place in places):
+            return None
+        return 2 * output * _product(left.dims[place] for place in places)
+    right = hlo_text.shape_of_ref(computation, refs[1])
+    labels = _DIM_LABELS.match(given.get("dim_labels", ""))
+    if not isinstance(right, hlo_shapes.Array) or labels is None or len(labels[1]) != len(right.dims):
+        return None
+    return 2 * output * _product(size for label, size in zip(labels[1], right.dims, strict=True) if label != "o")
+
+
+def _product(sizes: Iterable[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

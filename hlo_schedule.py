@@ -1,0 +1,671 @@
+"""Every collective of a scheduled HLO module: its kind, class, bytes and how often it runs in a step.
+
+`analyse` finds collectives in whichever form they were scheduled: a plain operation, a `-start`/`-done`
+pair, a three-step start/update/done, an operation wrapped in an async computation, a TPU async collective
+fusion, an all-reduce-scatter fusion. It judges what lies between by opcode and contents, multiplies by
+loop trip counts and counts wire bytes. Pure: no printing, no clock. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import hlo_shapes
+import hlo_text
+from bench_common import BenchError
+from hlo_pairs import Window, find_starts, fused_role, is_fused_start, trace_back, window_of
+from hlo_program import (
+    COLLECTIVES,
+    EMPTY_TARGETS,
+    MOVES,
+    NEVER,
+    NO_WORK,
+    NOTHING,
+    ONCE,
+    SORT,
+    TARGET,
+    UNKNOWN,
+    Cover,
+    Program,
+    Segment,
+    Times,
+    collective_base,
+    thread_of,
+)
+from hlo_text import Computation, Module
+
+# Pallas kernels carry their configuration; a true flag is printed, a false one is left out (jax tpu_custom_call.py).
+_TALKS = re.compile(r'"has_communication"\s*:\s*true|"collective_id"\s*:|"remote_bytes_transferred"\s*:\s*"?[1-9]')
+_IS_SYNC = re.compile(r'"is_sync"\s*:\s*true')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_SPACES = {0: "HBM", 1: "VMEM", 2: "SMEM", 5: "host"}  # XLA docs, shapes and layout
+CLASSES = ("sync", "async_empty", "async_light", "async_compute", "unmatched")
+EXPOSED = ("sync", "async_empty", "unmatched")  # what nothing in the text shows to be hidden
+LOCAL_TARGETS = re.compile(  # libraries that work on one device
+    r"__cublas|__cudnn|__onednn|__triton|__gpu\$|cusolver|cub_|cu_threefry|hipsolver|lapack_|blas_|ducc_|TopK$|PadToStatic$"
+    r"|SliceToDynamic$|InvertDiagBlocksLowerTriangular$|Eigh?$|Qr$|ProductOfElementaryHouseholderReflectors$"
+)
+
+
+@dataclass
+class Between:
+    """The work in a window."""
+
+    instructions: int
+    cover: Cover
+    opcodes: dict[str, int]
+    loops: int  # whole `while` loops among the instructions
+
+
+@dataclass
+class Collective:
+    """One collective of the text and the answer about it."""
+
+    computation: Computation
+    at: int  # position of the operation, or of its start
+    kind: str
+    form: str  # "plain", "pair", "wrapped", "fusion", "reduce-scatter fusion"
+    group_size: int | None
+    axes: tuple[str, ...]
+    output_bytes: int | None
+    wire_bytes: int | None
+    op_name: str
+    thread: str
+    per_call: Times = ONCE  # inside a wrapped computation with loops of its own
+    groups: hlo_shapes.Groups | None = None
+    category: str | None = None  # one of CLASSES; None when the module is not scheduled
+    window: Window | None = None
+    between: Between | None = None
+    executions: Times = UNKNOWN
+
+    @property
+    def name(self) -> str:
+        return self.computation.names[self.at]
+
+    @property
+    def line(self) -> int:
+        return self.computation.lines[self.at]
+
+    @property
+    def wire_per_step(self) -> Times:
+        if self.wire_bytes is None:
+            return NEVER if self.executions.high == 0 else UNKNOWN
+        return self.executions.times(Times(self.wire_bytes, self.wire_bytes))
+
+
+class Loop(NamedTuple):
+    """One `while`."""
+
+    computation: Computation  # its body
+    where: Computation
+    at: int
+    trip_count: int | None
+
+
+@dataclass
+class Copy:
+    """An asynchronous copy or slice, such as HBM to VMEM: never a collective."""
+
+    computation: Computation
+    at: int
+    source: str
+    target: str
+    output_bytes: int | None
+
+
+class Hidden(NamedTuple):
+    """A custom call that may communicate, as far as the text tells."""
+
+    computation: Computation
+    at: int
+    target: str
+    reason: str
+
+
+class Union(NamedTuple):
+    """The windows of one computation laid over each other."""
+
+    computation: Computation
+    windows: int
+    instructions: int  # of the computation, without plumbing
+    covered: int  # of those inside at least one window
+    cover: Cover  # the work inside
+    total: Cover  # the work of the computation
+
+
+@dataclass
+class Report:
+    """All there is to say about one module."""
+
+    module: Module
+    program: Program
+    order: list[Computation] = field(default_factory=list)  # what runs as a schedule, callers first
+    collectives: list[Collective] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    hidden: list[Hidden] = field(default_factory=list)
+    unions: list[Union] = field(default_factory=list)
+    executions: dict[str, Times] = field(default_factory=dict)
+    roots: frozenset[str] = frozenset()  # what nothing in the text calls
+    orphans: int = 0  # dones whose start is not in the text
+
+
+def wire_bytes(kind: str, output: int | None, group: int | None) -> int | None:
+    """Return the bytes one device receives for one execution by the ring algorithms; None when unknown.
+
+    Args:
+      kind: a member of COLLECTIVES.
+      output: bytes of the result on one device.
+      group: devices that take part together; 1 moves nothing.
+
+    A send's bytes are counted at its recv. A ragged all-to-all counts its whole output: an upper bound.
+    """
+    if kind == "send" or group == 1:
+        return 0
+    if output is None:
+        return None
+    if kind in ("collective-permute", "collective-broadcast", "recv"):
+        return output
+    if group is None:
+        return None
+    if kind == "reduce-scatter":
+        return (group - 1) * output
+    return (2 if kind == "all-reduce" else 1) * (group - 1) * output // group
+
+
+def analyse(module: Module, assume_trips: int | None = None, overlap: bool = True) -> Report:
+    """Return everything about a module.
+
+    Args:
+      module: as read by hlo_text.
+      assume_trips: trip count for loops whose own the text does not tell; None leaves those unknown.
+      overlap: False for modules that are not scheduled: counts and bytes, no classes.
+    """
+    program = Program(module, assume_trips)
+    report = Report(module, program)
+    order = report.order = scheduled_computations(program, report)
+    starts: dict[tuple[int, int], list[Collective]] = {}
+    for computation in order:
+        for at, opcode in enumerate(computation.opcodes):
+            if opcode in NO_WORK or opcode.endswith(("-done", "-update")):
+                continue
+            found = collectives_at(program, computation, at)
+            if found:
+                starts[(id(computation), at)] = found
+                report.collectives += found
+            elif opcode.endswith("-start"):
+                copy = memory_copy(program, computation, at)
+                if copy:
+                    report.copies.append(copy)
+    report.hidden = hidden_calls(program)
+    if overlap:
+        windows = pair_windows(program, order, starts, report)
+        for key, collectives in starts.items():
+            for collective in collectives:
+                _classify(program, collective, windows.get(key))
+        report.unions = window_unions(program, order, windows)
+    for collective in report.collectives:
+        runs = report.executions.get(collective.computation.name, UNKNOWN)
+        collective.executions = runs.times(collective.per_call)
+    name_axes(report.collectives)
+    return report
+
+
+def scheduled_computations(program: Program, report: Report) -> list[Computation]:
+    """Return the computations that run as a schedule, callers first, and fill in loops and executions.
+
+    Those are the entry, loop bodies and conditions, branches and called computations; without an entry, all
+    that nothing calls, run an unknown number of times.
+    """
+    module = program.module
+    roots = [module.entry] if module.entry else _uncalled(program)
+    report.roots = frozenset(root.name for root in roots)
+    post: list[Computation] = []
+    state: dict[int, int] = {}
+    for root in roots:
+        _visit(program, root, state, post, report)
+    order = post[::-1]
+    executions = {id(computation): NEVER for computation in order}
+    for root in roots:
+        executions[id(root)] = ONCE if module.entry else UNKNOWN
+    for computation in order:
+        for callee, times, _ in schedule_calls(program, computation):
+            here = executions[id(computation)].times(times)
+            executions[id(callee)] = executions[id(callee)].plus(here)
+    report.executions = {computation.name: executions[id(computation)] for computation in order}
+    return order
+
+
+def schedule_calls(program: Program, computation: Computation) -> Iterator[tuple[Computation, Times, int]]:
+    """Yield (callee, times per run, position) for the callees of a computation that run as schedules."""
+    for at, opcode in enumerate(computation.opcodes):
+        if opcode in ("while", "call", "conditional"):
+            times = program._runs(computation, at)
+            for body in program.bodies(computation, at):
+                yield body, times, at
+            if opcode == "while":
+                for condition in program.called(computation, at).get("condition", []):
+                    yield condition, times.plus(ONCE), at
+
+
+def _visit(program: Program, root: Computation, state: dict[int, int], post: list[Computation], report: Report) -> None:
+    """Depth-first walk from a root: callees before callers in `post`; a circle is an error."""
+    if id(root) in state:
+        return
+    stack = [(root, schedule_calls(program, root))]
+    state[id(root)] = 1
+    while stack:
+        computation, calls = stack[-1]
+        step = next(calls, None)
+        if step is None:
+            stack.pop()
+            state[id(computation)] = 2
+            post.append(computation)
+            continue
+        callee, _, at = step
+        if computation.opcodes[at] == "while" and callee in program.bodies(computation, at):
+            trips = program.trips(computation, at)
+            report.loops.append(Loop(callee, computation, at, trips))
+        program.callers.setdefault(id(callee), (computation, at))
+        if state.get(id(callee)) == 1:
+            raise BenchError(
+                f"computation {callee.name} calls itself",
+                where=program.module.name or "module",
+                todo="give the text as the compiler wrote it",
+            )
+        if id(callee) not in state:
+            state[id(callee)] = 1
+            stack.append((callee, schedule_calls(program, callee)))
+
+
+def _uncalled(program: Program) -> list[Computation]:
+    """Return the computations that no instruction names, in the order of the text."""
+    named: set[int] = set()
+    for computation in program.module.computations:
+        for at, text in enumerate(computation.texts):
+            if "=%" in text or SORT[computation.opcodes[at]] == "caller" or "to_apply=" in text:
+                for found in program.called(computation, at).values():
+                    named.update(id(callee) for callee in found)
+    return [computation for computation in program.module.computations if id(computation) not in named]
+
+
+def collectives_at(program: Program, computation: Computation, at: int) -> list[Collective]:
+    """Return the collectives that instruction `at` of a schedule stands for: none, one, or a wrapped group."""
+    opcode = computation.opcodes[at]
+    base = collective_base(opcode)
+    if base in ("send", "recv") and "is_host_transfer=true" in computation.texts[at]:
+        return []
+    if base:
+        form = "pair" if opcode.endswith("-start") or base in ("send", "recv") else "plain"
+        return [_collective(program, computation, at, computation, at, form, ONCE)]
+    if opcode == "custom-call":
+        user = _user_collective(computation, at)
+        if user:
+            return [user]
+    if opcode in ("while", "call", "conditional") or SORT[opcode] != "caller":
+        return []
+    bodies = program.bodies(computation, at)
+    if not any(program.collectives_in(body) for body in bodies):
+        return []
+    if opcode == "fusion":
+        program.fused.add((id(computation), at))
+        role = fused_role(program, computation, at)
+        if role == "done" or (role is None and _carried_only(program, computation, at)):
+            return []
+    found = []
+    for body in bodies:
+        for where, place, times in program.collectives_in(body):
+            form = "fusion" if opcode == "fusion" else "wrapped"
+            found.append(_collective(program, computation, at, where, place, form, times))
+    return found
+
+
+def _carried_only(program: Program, computation: Computation, at: int) -> bool:
+    """Whether the collective inside a fusion was started by another one, whose state the fusion takes in."""
+    refs = hlo_text.operands(computation, at)
+    for body in program.bodies(computation, at):
+        for where, place, _ in program.collectives_in(body):
+            inner = hlo_text.operands(where, place)
+            parameter = where.index(inner[0].name) if where is body and inner else None
+            if parameter is None or where.opcodes[parameter] != "parameter":
+                continue
+            number = hlo_text.literal(where, parameter)
+            if number.isdigit() and int(number) < len(refs):
+                starts = trace_back(program, computation, refs[int(number)])
+                if any(is_fused_start(program, start.computation, start.at) for start in starts):
+                    return True
+    return False
+
+
+def _user_collective(computation: Computation, at: int) -> Collective | None:
+    """Return the collective of a user-level `custom_call_target="all-gather-start"`, before it is rewritten."""
+    target = TARGET.search(computation.texts[at])
+    kind = collective_base(target[1]) if target and target[1].endswith("-start") else None
+    if not kind:
+        return None
+    name = _OP_NAME.search(computation.texts[at])
+    return Collective(computation, at, kind, "pair", None, (), None, None, name[1] if name else "", "")
+
+
+def _collective(
+    program: Program, home: Computation, at: int, where: Computation, place: int, form: str, times: Times
+) -> Collective:
+    """Return the record of the collective at (where, place), which instruction `at` of `home` runs."""
+    opcode = where.opcodes[place]
+    kind = collective_base(opcode) or opcode
+    shape = _output_shape(where, place)
+    if kind == "all-reduce":
+        part = _scattered(where, place) if form == "fusion" or id(where) not in program.callers else None
+        if part is not None and (form == "fusion" or not where.entry and part[1]):
+            kind, shape, form = "reduce-scatter", part[0], "reduce-scatter fusion"
+    size, axes, groups = group_of(program.module, where, place, kind)
+    output = hlo_shapes.bytes_of(shape)
+    found = _OP_NAME.search(home.texts[at]) or _OP_NAME.search(where.texts[place])
+    thread, op_name = thread_of(home, at) or where.thread, found[1] if found else ""
+    wire = wire_bytes(kind, output, size)
+    return Collective(home, at, kind, form, size, axes, output, wire, op_name, thread, times, groups)
+
+
+def _output_shape(where: Computation, place: int) -> hlo_shapes.Shape:
+    """Return the shape of a collective's result: of a start's tuple the part that is the result."""
+    shape, opcode = hlo_text.shape_of(where, place), where.opcodes[place]
+    if isinstance(shape, hlo_shapes.Array) or not shape:
+        return shape
+    if opcode in ("send", "recv"):
+        return shape[0]
+    if not opcode.endswith("-start"):
+        return shape
+    if opcode == "all-reduce-start" and isinstance(shape[0], hlo_shapes.Array):
+        return shape  # its result is the output alone, also when several are combined
+    return shape[1] if len(shape) > 1 else shape
+
+
+def _scattered(where: Computation, place: int) -> tuple[hlo_shapes.Shape, bool] | None:
+    """Return (the slice's shape, whether it is the root) if a dynamic-slice takes this all-reduce apart."""
+    names = {where.names[place]}
+    for at in range(place + 1, len(where.names)):
+        opcode = where.opcodes[at]
+        if opcode not in ("dynamic-slice", "bitcast", "copy", "convert", "reshape", "get-tuple-element"):
+            continue
+        refs = hlo_text.operands(where, at)
+        if refs and refs[0].name in names:
+            if opcode == "dynamic-slice":
+                return hlo_text.shape_of(where, at), at == where.root_index
+            names.add(where.names[at])
+    return None
+
+
+def group_of(
+    module: Module, where: Computation, place: int, kind: str
+) -> tuple[int | None, tuple[str, ...], hlo_shapes.Groups | None]:
+    """Return (devices per group, named mesh axes, groups as written) of a collective."""
+    given = hlo_text.attributes(where, place)
+    if kind in ("send", "recv"):
+        return None, (), None
+    if kind == "collective-permute":
+        return hlo_shapes.permute_ring(given.get("source_target_pairs", "")), (), None
+    value = given.get("replica_groups")
+    if value is None:
+        return None, (), None
+    groups = hlo_shapes.read_groups(value)
+    replicas, partitions = module.count("replica_count"), module.count("num_partitions")
+    size = groups.size
+    channel = "channel_id" in given
+    if size is None and not groups.mesh:  # `{}`: everybody
+        size = partitions if channel and replicas == 1 else replicas
+    elif channel and "use_global_device_ids" not in given and kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        # XLA's cross-replica-and-partition mode: the ids are replicas, and all partitions take part.
+        if not groups.mesh and replicas is not None and partitions is not None and replicas > 1:
+            size = size * partitions if size is not None else None
+    return size, groups.axes, groups
+
+
+def name_axes(collectives: list[Collective]) -> None:
+    """Name the axes of groups that are written as lists or over a flattened mesh, by a mesh the module names.
+
+    A group is the axis "expert" when its members are exactly those of that axis of a named mesh with as many
+    devices; the mesh is the one whose axes have names of their own (not axis_0) and the most of them.
+    """
+    known = [collective.groups for collective in collectives]
+    meshes = {groups.mesh for groups in known if groups and _real_mesh(groups.mesh)}
+    if not meshes:
+        return
+    mesh = max(sorted(meshes), key=len)
+    table: dict[frozenset, tuple[str, ...]] = {}
+    real = [name for name, size in mesh if size > 1]
+    for choice in range(1, 1 << min(len(real), 10)):
+        axes = tuple(name for bit, name in enumerate(real) if choice >> bit & 1)
+        members = hlo_shapes.mesh_members(mesh, axes)
+        if members is not None:
+            table.setdefault(frozenset(frozenset(group) for group in members), axes)
+    cache: dict[hlo_shapes.Groups, tuple[str, ...]] = {}
+    for collective, groups in zip(collectives, known, strict=True):
+        if groups and groups.members and not _real_mesh(groups.mesh):
+            if groups not in cache:
+                cache[groups] = table.get(frozenset(frozenset(group) for group in groups.members), ())
+            collective.axes = cache[groups] or collective.axes
+
+
+def _real_mesh(mesh: tuple[tuple[str, int], ...]) -> bool:
+    return bool(mesh) and not any(re.fullmatch(r"axis_\d+", name) for name, _ in mesh)
+
+
+def memory_copy(program: Program, computation: Computation, at: int) -> Copy | None:
+    """Return the copy or slice that an async start runs, if it does nothing but move data."""
+    opcode = computation.opcodes[at]
+    base = opcode[:-6]
+    if base in ("async", "call", "fusion", "custom-call"):
+        bodies = program.bodies(computation, at)
+        inner = [op for body in bodies for op in body.opcodes if op not in NO_WORK]
+        if not inner or any(op not in MOVES for op in inner):
+            return None
+    elif base not in MOVES:
+        return None
+    shape = hlo_text.shape_of(computation, at)
+    if isinstance(shape, hlo_shapes.Array) or len(shape) < 2:
+        return None
+    target, source = (shape[0], shape[1]) if base == "copy" else (shape[1], shape[0])
+    return Copy(computation, at, _space(source), _space(target), hlo_shapes.bytes_of(target))
+
+
+def _space(shape: hlo_shapes.Shape) -> str:
+    first = next(hlo_shapes.arrays(shape), None)
+    return "?" if first is None else _SPACES.get(first.space, f"S({first.space})")
+
+
+def hidden_calls(program: Program) -> list[Hidden]:
+    """Return the custom calls that may communicate without being collectives of HLO."""
+    found = []
+    for computation in program.module.computations:
+        for at, opcode in enumerate(computation.opcodes):
+            if opcode not in ("custom-call", "custom-call-start"):
+                continue
+            text = computation.texts[at]
+            match = TARGET.search(text)
+            target = match[1] if match else "?"
+            if target in EMPTY_TARGETS or LOCAL_TARGETS.match(target):
+                continue
+            if collective_base(target.replace("-done", "-start")) or program.bodies(computation, at):
+                continue
+            reason = _may_talk(target, text)
+            if reason:
+                found.append(Hidden(computation, at, target, reason))
+    return found
+
+
+def _may_talk(target: str, text: str) -> str | None:
+    if target != "tpu_custom_call":
+        return "unknown target"
+    if _TALKS.search(text):
+        return "kernel with communication"
+    return None if '"custom_call_config"' in text else "kernel without its configuration"
+
+
+def pair_windows(
+    program: Program, order: list[Computation], starts: dict[tuple[int, int], list[Collective]], report: Report
+) -> dict[tuple[int, int], Window]:
+    """Return the window of each start that has a done: the most direct pairing, the earliest done."""
+    best: dict[tuple[int, int], tuple[int, Window]] = {}
+    for computation in order:
+        for at, opcode in enumerate(computation.opcodes):
+            fused = opcode == "fusion"
+            if fused:
+                if (id(computation), at) not in program.fused or fused_role(program, computation, at) != "done":
+                    continue
+            elif not opcode.endswith("-done"):
+                continue
+            found = find_starts(program, computation, at)
+            if not found and (fused or opcode[:-5] in COLLECTIVES):
+                report.orphans += 1
+            for start in found:
+                key = (id(start.computation), start.at)
+                if key in starts:
+                    choice = window_of(start, computation, at)
+                    if key not in best or choice[0] < best[key][0]:
+                        best[key] = choice
+    return {key: window for key, (_, window) in best.items()}
+
+
+def _classify(program: Program, collective: Collective, window: Window | None) -> None:
+    """Fill in class and contents of one collective."""
+    opcode = collective.computation.opcodes[collective.at]
+    text = collective.computation.texts[collective.at]
+    is_async = opcode.endswith("-start") or opcode in ("send", "recv")
+    if not is_async and not is_fused_start(program, collective.computation, collective.at):
+        collective.category = "sync"
+        return
+    collective.window = window
+    if '"is_sync"' in text and _IS_SYNC.search(text):
+        collective.category = "sync"
+        return
+    if window is None:
+        collective.category = "unmatched"
+        return
+    cover, count, loops, opcodes = NOTHING, 0, 0, {}
+    for segment in window.segments:
+        track = program.track(segment.computation)
+        work, inside = track.window(segment, collective.thread)
+        cover, count = cover.plus(work), count + inside
+        for name, number in track.histogram(segment).items():
+            opcodes[name] = opcodes.get(name, 0) + number
+    loops = opcodes.get("while", 0)
+    collective.between = Between(count, cover, dict(sorted(opcodes.items())), loops)
+    if cover.matmuls or cover.kernels:
+        collective.category = "async_compute"
+    else:
+        collective.category = "async_light" if cover.light else "async_empty"
+
+
+def window_unions(program: Program, order: list[Computation], windows: dict[tuple[int, int], Window]) -> list[Union]:
+    """Return, per computation with windows, their union: how much of its schedule runs under a collective."""
+    segments: dict[int, list[Segment]] = {}
+    for window in windows.values():
+        for segment in window.segments:
+            segments.setdefault(id(segment.computation), []).append(segment)
+    found = []
+    for computation in order:
+        mine = sorted(segments.get(id(computation), []), key=lambda segment: segment.after)
+        if not mine:
+            continue
+        track = program.track(computation)
+        covered, cover, reach = 0, NOTHING, -1
+        for segment in mine:
+            begin = max(segment.after, reach)
+            if segment.before > begin + 1:
+                part = Segment(computation, begin, segment.before)
+                covered += sum(track.histogram(part).values())
+                cover = cover.plus(track.main.between(begin, segment.before))
+            reach = max(reach, segment.before - 1)
+        total = track.main.between(-1, len(computation.names))
+        found.append(Union(computation, len(mine), len(track.busy), covered, cover, total))
+    return found
+
+
+class Amount(NamedTuple):
+    """Executions per step and wire bytes per step."""
+
+    count: Times
+    size: Times
+
+    def plus(self, other: Amount) -> Amount:
+        return Amount(self.count.plus(other.count), self.size.plus(other.size))
+
+    def times(self, often: Times) -> Amount:
+        return Amount(self.count.times(often), self.size.times(often))
+
+
+NONE = Amount(NEVER, NEVER)
+Totals = dict[tuple, Amount]
+
+
+def keys_of(collective: Collective) -> Iterator[tuple]:
+    """Yield what a collective is counted under: its kind and class, its axes, and the whole."""
+    category = collective.category
+    yield ("row", collective.kind, category)
+    yield ("axes", collective.axes, category in EXPOSED)
+    yield ("all",)
+    if category in EXPOSED:
+        yield ("exposed",)
+
+
+def per_step(report: Report) -> Totals:
+    """Return the amounts of one step by key (see keys_of; copies under ("copy", operation, from, to)).
+
+    A loop multiplies by its trip count; of a conditional's branches one runs, so it adds the range from the
+    least to the most of them. Collectives of a single device are left out.
+    """
+    own: dict[int, Totals] = {}
+    for collective in report.collectives:
+        if collective.group_size == 1:
+            continue
+        size = UNKNOWN if collective.wire_bytes is None else Times(collective.wire_bytes, collective.wire_bytes)
+        amount = Amount(collective.per_call, collective.per_call.times(size))
+        for key in keys_of(collective):
+            _add(own.setdefault(id(collective.computation), {}), key, amount)
+    for copy in report.copies:
+        size = UNKNOWN if copy.output_bytes is None else Times(copy.output_bytes, copy.output_bytes)
+        operation = copy.computation.opcodes[copy.at].removesuffix("-start")
+        key = ("copy", operation, copy.source, copy.target)
+        _add(own.setdefault(id(copy.computation), {}), key, Amount(ONCE, size))
+    whole: dict[int, Totals] = {}
+    for computation in reversed(report.order):
+        total = dict(own.get(id(computation), {}))
+        branches: dict[int, list[Totals]] = {}
+        for callee, times, at in schedule_calls(report.program, computation):
+            inner = whole.get(id(callee), {})
+            if computation.opcodes[at] == "conditional":
+                branches.setdefault(at, []).append(inner)
+                continue
+            for key, amount in inner.items():
+                _add(total, key, amount.times(times))
+        for choices in branches.values():
+            for key in {key for choice in choices for key in choice}:
+                _add(total, key, _range([choice.get(key, NONE) for choice in choices]))
+        whole[id(computation)] = total
+    return _whole_program(report, whole)
+
+
+def _whole_program(report: Report, whole: dict[int, Totals]) -> Totals:
+    if report.module.entry:
+        return whole.get(id(report.module.entry), {})
+    total: Totals = {}
+    for computation in report.order:  # the entry is not in the text: nobody knows how often each part runs
+        if computation.name in report.roots:
+            for key, amount in whole[id(computation)].items():
+                _add(total, key, amount.times(UNKNOWN))
+    return total
+
+
+def _add(total: Totals, key: tuple, amount: Amount) -> None:
+    total[key] = total[key].plus(amount) if key in total else amount
+
+
+def _range(choices: list[Amount]) -> Amount:
+    def span(values: list[Times]) -> Times:
+        highs = [value.high for value in values]
+        return Times(min(value.low for value in values), None if None in highs else max(highs))
+
+    return Amount(span([choice.count for choice in choices]), span([choice.size for choice in choices]))

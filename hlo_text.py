@@ -1,0 +1,543 @@
+"""Read HLO text: modules, computations and instructions, and the small languages inside an instruction.
+
+`read_modules` makes one pass over the lines and keeps, per instruction, its name, opcode, text and line
+number, nothing else; shapes, operands, attributes and replica groups are read from the text when they
+are asked for, because a module of 50 MB has some 200,000 instructions and a question about overlap looks
+closely at a few thousand. An instruction is
+
+    [ROOT] [%]name = shape opcode(operands), attribute=value, ...
+
+on one line as XLA prints it, or wrapped freely as people write tests; names come with and without `%`,
+operands with and without their shapes. The opcode decides what an instruction is, never its name.
+Standard library only, and bench_common for the one-line errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bench_common import BenchError
+from hlo_shapes import Array, Shape, read_shape
+
+# `  ROOT %fusion.3 = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, u32[]) fusion(%p.1), kind=kLoop, calls=%c` : the shape is
+# one word, or a tuple in brackets; inside a tuple no blank is followed by a lower-case word and a bracket.
+_PLAIN = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*[^\s(]\S*[ ]+([a-z][a-z0-9\-]*)\(")
+# The same when the shape is a tuple: find ` opcode(` behind it.
+_TUPLE_HEAD = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*(?=\()")
+_OPCODE = re.compile(r"[)}][ ]+([a-z][a-z0-9\-]*)\(")
+# `%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {`, `ENTRY test {`, `wide.body {`
+_HEADER = re.compile(r"[ \t]*(ENTRY[ \t]+)?%?([^\s=(){},]+)[ \t]*(\(.*\)[ \t]*->[ \t]*.*)?\{[ \t]*$", re.DOTALL)
+_HEADER_START = re.compile(r"[ \t]*(?:ENTRY[ \t]+)?%?[^\s=(){},\"]+[ \t]*\([^=]*$")
+_MODULE = re.compile(r"HloModule[ \t]+([^\s,]+)")
+_ASSIGNS = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?[^\s=(){},\"]+[ ]+=[ ]")
+_THREAD = re.compile(r"\bexecution_thread=\"([^\"]*)\"")
+_STRING_OR_BRACKET = re.compile(r"\"[^\"\\]*(?:\\.[^\"\\]*)*\"|/\*.*?\*/|[()\[\]{},]", re.DOTALL)
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_MAX_WRAPPED_LINES = 400  # of one instruction or header in hand-written text; bounds the time on broken files
+
+
+class Computation:
+    """One computation: parallel lists, one entry per instruction, in the order of the text."""
+
+    __slots__ = (
+        "name",
+        "entry",
+        "thread",
+        "line",
+        "names",
+        "opcodes",
+        "texts",
+        "lines",
+        "root",
+        "closed",
+        "known_operands",
+        "_index",
+    )
+
+    def __init__(self, name: str, entry: bool, line: int):
+        self.name, self.entry, self.line = name, entry, line
+        self.thread = ""  # of `}, execution_thread="sparsecore"`; empty is the main thread
+        self.names: list[str] = []
+        self.opcodes: list[str] = []
+        self.texts: list[str] = []
+        self.lines: list[int] = []  # 1-based
+        self.root = -1
+        self.closed = False
+        self.known_operands: dict[int, list[Ref]] = {}
+        self._index: dict[str, int] | None = None
+
+    def index(self, name: str) -> int | None:
+        """Return the position of the instruction of this name, or None."""
+        if self._index is None or len(self._index) < len(self.names):
+            self._index = {}
+            for position, known in enumerate(self.names):
+                self._index.setdefault(known, position)
+        return self._index.get(name)
+
+    @property
+    def root_index(self) -> int:
+        """Position of the ROOT, else of the last instruction; -1 when there is none."""
+        return self.root if self.root >= 0 else len(self.names) - 1
+
+
+class Module:
+    """One HloModule of a file."""
+
+    __slots__ = ("name", "line", "header", "computations", "by_name", "truncated", "counts")
+
+    def __init__(self, name: str, line: int, header: str):
+        self.name, self.line, self.header = name, line, header
+        self.computations: list[Computation] = []
+        self.by_name: dict[str, Computation] = {}
+        self.truncated = False  # no ENTRY, no header, or a computation that never closes
+        self.counts = {name: int(value) for name, value in _COUNTS.findall(header)}
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the order of the text is the order of execution."""
+        return bool(re.search(r"\bis_scheduled=true\b", self.header))
+
+    @property
+    def entry(self) -> Computation | None:
+        return next((computation for computation in self.computations if computation.entry), None)
+
+    def count(self, key: str) -> int | None:
+        """Return `replica_count` or `num_partitions`: 1 when only the other is there, None when neither is."""
+        return self.counts.get(key, 1) if self.counts else None
+
+
+_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+
+
+def read_modules(text: str, source: str) -> list[Module]:
+    """Read every module of a text.
+
+    Args:
+      text: HLO as XLA prints it or as written by hand; log lines before the first module are passed over.
+      source: how messages name the input.
+
+    Raises:
+      BenchError: no HLO in it, or an instruction that cannot be read (named by line).
+    """
+    reader = _Reader(source)
+    reader.run(text)
+    modules = [module for module in reader.modules if module.computations or module.header]
+    if not any(module.computations for module in modules):
+        raise BenchError(
+            "holds no HLO computation", where=source, todo="give scheduled HLO text: an XLA dump or compiled.as_text()"
+        )
+    for module in modules:
+        open_left = any(not computation.closed for computation in module.computations)
+        module.truncated = module.truncated or open_left or module.entry is None or not module.header
+    return modules
+
+
+class _Reader:
+    """The line loop of `read_modules`: which computation is open, and what a line continues."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.modules: list[Module] = []
+        self.open: Computation | None = None
+        self.pending: list[str] = []  # lines of an instruction or header that is not complete yet
+        self.pending_line = 0
+
+    def run(self, text: str) -> None:
+        plain, names = _PLAIN.match, {}
+        lines = text.split("\n")
+        del text
+        number, total = 0, len(lines)
+        while number < total:
+            line = lines[number]
+            number += 1
+            here = self.open
+            if here is not None and not self.pending:
+                match = plain(line)
+                if match is not None:
+                    is_root, name, opcode = match.groups()
+                else:
+                    found = _tuple_instruction(line)
+                    if found is None:
+                        number = self._other(lines, number - 1)
+                        continue
+                    is_root, name, opcode = found
+                if is_root:
+                    here.root = len(here.names)
+                here.names.append(name)
+                here.opcodes.append(names.setdefault(opcode, opcode))
+                here.texts.append(line)
+                here.lines.append(number)
+                if line[-1] in '{([" ':
+                    number = self._until_balanced(lines, number)
+            else:
+                number = self._other(lines, number - 1)
+        self._give_up_pending()
+
+    def _other(self, lines: list[str], at: int) -> int:
+        """Handle line `at`, which is not an instruction by itself; return the next line to read."""
+        line, here = lines[at], self.open
+        bare = line.strip()
+        if bare.startswith("HloModule "):
+            self._give_up_pending()
+            return self._module(lines, at)
+        if not bare or bare.startswith("//"):
+            return at + 1
+        if here is None:
+            self._outside(line, at)
+        elif self.pending:
+            self._pending_more(line, at)
+        elif bare[0] == "}" and self._last_is_closed(here):
+            here.closed, self.open = True, None
+            thread = _THREAD.search(bare)
+            here.thread = thread[1] if thread else ""
+        elif _HEADER.match(line) and "=" not in line.split("(", 1)[0]:
+            self.open = None  # the one before was cut off
+            self._outside(line, at)
+        elif _ASSIGNS.match(line) and self._last_is_closed(here):
+            self.pending, self.pending_line = [line], at + 1
+        elif here.texts:
+            if not self._last_is_closed(here):
+                here.texts[-1] += "\n" + line
+                return self._until_balanced(lines, at + 1)
+            here.texts[-1] += "\n" + line
+        return at + 1
+
+    def _module(self, lines: list[str], at: int) -> int:
+        header = [lines[at].strip()]
+        self.open = None
+        at += 1
+        while at < len(lines) and lines[at][:1] in (" ", "\t") and not _HEADER.match(lines[at]):
+            if "=" not in lines[at] or len(header) > _MAX_WRAPPED_LINES:
+                break
+            header.append(lines[at].strip())
+            at += 1
+        text = " ".join(header)
+        name = _MODULE.match(text)
+        self.modules.append(Module(name[1] if name else "", at, text))
+        return at
+
+    def _outside(self, line: str, at: int) -> None:
+        """A line between computations: a header, part of one, a table row or noise."""
+        text = "\n".join((*self.pending, line)) if self.pending else line
+        header = _HEADER.match(text)
+        if header is not None:
+            self.pending = []
+            self._open(Computation(header[2], bool(header[1]), at + 1))
+        elif self.pending or _HEADER_START.match(line):
+            self.pending = [*self.pending, line] if len(self.pending) < _MAX_WRAPPED_LINES else []
+            if text.count("(") <= text.count(")") and "{" not in text and "->" not in text:
+                self.pending = []
+
+    def _open(self, computation: Computation) -> None:
+        if not self.modules:
+            self.modules.append(Module("", computation.line, ""))
+        module = self.modules[-1]
+        module.computations.append(computation)
+        module.by_name.setdefault(computation.name, computation)
+        self.open = computation
+
+    def _pending_more(self, line: str, at: int) -> None:
+        """An instruction whose shape is wrapped over several lines."""
+        here = self.open
+        assert here is not None
+        self.pending.append(line)
+        text = " ".join(part.strip() for part in self.pending)
+        found = split_instruction(text)
+        if found is not None:
+            if found.root:
+                here.root = len(here.names)
+            here.names.append(found.name)
+            here.opcodes.append(found.opcode)
+            here.texts.append(text)
+            here.lines.append(self.pending_line)
+            self.pending = []
+        elif len(self.pending) > _MAX_WRAPPED_LINES or line.strip() == "}":
+            self._give_up_pending()
+
+    def _give_up_pending(self) -> None:
+        if self.pending and self.open is not None:
+            raise BenchError(
+                f"cannot read this instruction: {self.pending[0].strip()[:60]}",
+                where=f"{self.source}:{self.pending_line}",
+                todo="give HLO text as XLA prints it",
+            )
+        self.pending = []
+
+    def _until_balanced(self, lines: list[str], at: int) -> int:
+        """Join lines to the last instruction until its brackets and quotes close; return the next line to read."""
+        here = self.open
+        assert here is not None
+        state = _Balance()
+        state.feed(here.texts[-1])
+        parts, begin = [here.texts[-1]], at
+        while not state.closed and at < len(lines):
+            if at - begin > 100_000 or lines[at].startswith(("HloModule ", "ENTRY ")) or _is_top_header(lines[at]):
+                break
+            state.feed("\n" + lines[at])
+            parts.append(lines[at])
+            at += 1
+        if not state.closed:
+            return begin  # a cut or broken line: read on from it, it swallows nothing
+        here.texts[-1] = "\n".join(parts)
+        return at
+
+    @staticmethod
+    def _last_is_closed(here: Computation) -> bool:
+        if not here.texts:
+            return True
+        text = here.texts[-1]
+        if text.count("{") == text.count("}") and text.count("(") == text.count(")"):
+            return True
+        state = _Balance()
+        state.feed(text)
+        return state.closed
+
+
+def _is_top_header(line: str) -> bool:
+    return line[:1] not in (" ", "\t", "}", "") and line.endswith("{") and bool(_HEADER.match(line))
+
+
+class _Balance:
+    """Brackets and quotes seen so far in the pieces of one instruction."""
+
+    def __init__(self) -> None:
+        self.depth, self.quoted = 0, False
+
+    def feed(self, piece: str) -> None:
+        position, size = 0, len(piece)
+        while position < size:
+            if self.quoted:
+                match = _QUOTE_END.match(piece, position)
+                position = match.end() if match else size
+                self.quoted = not (match and match[0].endswith('"'))
+                continue
+            match = _QUOTE_OR_BRACKET.search(piece, position)
+            if match is None:
+                return
+            position, char = match.end(), match[0]
+            if char == '"':
+                self.quoted = True
+            else:
+                self.depth += 1 if char in "([{" else -1
+
+    @property
+    def closed(self) -> bool:
+        return self.depth <= 0 and not self.quoted
+
+
+_QUOTE_END = re.compile(r"[^\"\\]*(?:\\.[^\"\\]*)*\"?", re.DOTALL)
+_QUOTE_OR_BRACKET = re.compile(r"[\"()\[\]{}]")
+
+
+def _tuple_instruction(line: str) -> tuple[str | None, str, str] | None:
+    """Return (root, name, opcode) of an instruction line whose shape is a tuple, or None."""
+    head = _TUPLE_HEAD.match(line)
+    if head is None:
+        return None
+    tail = _OPCODE.search(line, head.end()) or _EMPTY_TUPLE.match(line, head.end())
+    return (head[1], head[2], tail[1]) if tail else None
+
+
+_EMPTY_TUPLE = re.compile(r"\(\)[ ]+([a-z][a-z0-9\-]*)\(")
+
+
+class Parts(NamedTuple):
+    """The pieces of one instruction's text."""
+
+    root: bool
+    name: str
+    shape: str
+    opcode: str
+    operands: int  # where the operands begin, behind the bracket
+
+
+def split_instruction(text: str) -> Parts | None:
+    """Return the pieces of an instruction, or None when the text is none."""
+    match = _PLAIN.match(text)
+    if match is not None:
+        shape = text[match.end(2) : match.start(3)].lstrip(" =").rstrip()
+        return Parts(bool(match[1]), match[2], shape, match[3], match.end())
+    head = _TUPLE_HEAD.match(text)
+    if head is None:
+        return None
+    tail = _EMPTY_TUPLE.match(text, head.end()) or _OPCODE.search(text, head.end())
+    if tail is None:
+        return None
+    shape = text[head.end() : tail.start(1)].strip()
+    return Parts(bool(head[1]), head[2], shape, tail[1], tail.end())
+
+
+def parts(computation: Computation, at: int) -> Parts:
+    """Return the pieces of instruction `at`."""
+    found = split_instruction(computation.texts[at])
+    assert found is not None, computation.texts[at][:80]  # the reader accepted it
+    return found
+
+
+def operands_end(text: str, begin: int) -> int:
+    """Return the position behind the bracket that closes the operands which begin at `begin`."""
+    depth = 1
+    for match in _STRING_OR_BRACKET.finditer(text, begin):
+        char = match[0]
+        if char in ("(", "[", "{"):
+            depth += 1
+        elif char in (")", "]", "}"):
+            depth -= 1
+            if not depth:
+                return match.end()
+    return len(text)
+
+
+def _pieces(text: str, begin: int, end: int) -> Iterator[str]:
+    """Yield the parts of text[begin:end] between its commas outside brackets and quotes."""
+    depth, start = 0, begin
+    for match in _STRING_OR_BRACKET.finditer(text, begin, end):
+        char = match[0]
+        if char in ("(", "[", "{"):
+            depth += 1
+        elif char in (")", "]", "}"):
+            depth -= 1
+        elif char == "," and depth <= 0:
+            yield text[start : match.start()]
+            start = match.end()
+    yield text[start:end]
+
+
+class Ref(NamedTuple):
+    """An operand: an instruction's name, and the element for a folded `%tuple.3#1`."""
+
+    name: str
+    element: int | None
+
+
+def operands(computation: Computation, at: int) -> list[Ref]:
+    """Return the operands of instruction `at`, whether they are printed with their shapes or not."""
+    found = computation.known_operands.get(at)
+    if found is None:
+        found = computation.known_operands[at] = _read_operands(computation, at)
+    return found
+
+
+def _read_operands(computation: Computation, at: int) -> list[Ref]:
+    text, begin = computation.texts[at], parts(computation, at).operands
+    end = text.find(")", begin)
+    inside = text[begin:end] if end >= 0 else text[begin:]
+    if "/*" in inside:
+        inside = _COMMENT.sub("", inside)
+    if not _NEEDS_CARE.search(inside):
+        words = inside.split(",")
+    else:
+        pieces = _pieces(text, begin, operands_end(text, begin) - 1)
+        words = [(_COMMENT.sub(" ", piece).split() or [""])[-1] for piece in pieces]
+    found = []
+    for word in words:
+        word = word.strip()
+        if word:
+            if word[0] == "%":
+                word = word[1:]
+            if "#" in word:
+                name, _, element = word.partition("#")
+                found.append(Ref(name, int(element) if element.isdigit() else None))
+            else:
+                found.append(Ref(word, None))
+    return found
+
+
+_NEEDS_CARE = re.compile(r"[(\[{\"]")
+_INDEX = re.compile(r"\), index=(\d+)")
+
+
+def element_index(computation: Computation, at: int) -> int | None:
+    """Return the `index=` of a get-tuple-element."""
+    found = _INDEX.search(computation.texts[at])
+    if found:
+        return int(found[1])
+    index = attributes(computation, at).get("index", "")
+    return int(index) if index.isdigit() else None
+
+
+def literal(computation: Computation, at: int) -> str:
+    """Return what stands between the brackets of `constant(4)` or `parameter(0)`."""
+    text, begin = computation.texts[at], parts(computation, at).operands
+    return text[begin : operands_end(text, begin) - 1].strip()
+
+
+def attributes(computation: Computation, at: int) -> dict[str, str]:
+    """Return the attributes behind the operands of instruction `at`, as printed."""
+    text = computation.texts[at]
+    begin = operands_end(text, parts(computation, at).operands)
+    found: dict[str, str] = {}
+    for piece in _pieces(text, begin, len(text)):
+        key, equals, value = piece.partition("=")
+        if equals:
+            found.setdefault(key.strip(), value.strip())
+    return found
+
+
+CALL_KEYS = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+)
+_REFERENCE = re.compile(r"%?([^\s,{}%]+)")
+
+
+def called(computation: Computation, at: int, module: Module) -> dict[str, list[Computation]]:
+    """Return the computations that instruction `at` names, by attribute; inline ones are made on the way."""
+    found: dict[str, list[Computation]] = {}
+    for key, value in attributes(computation, at).items():
+        if key not in CALL_KEYS:
+            continue
+        if value.startswith("{") and " = " in value:
+            found[key] = [inline_computation(value, computation, at)]
+            continue
+        names = _REFERENCE.findall(value)
+        found[key] = [module.by_name[name] for name in names if name in module.by_name]
+    return found
+
+
+_INLINE_SPLIT = re.compile(r"(?:^|[ \t\n])(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]+(?=[(a-z])")
+
+
+def inline_computation(value: str, outer: Computation, at: int) -> Computation:
+    """Return the computation written inside an attribute: `to_apply={ a = f32[] parameter(0) ... }`."""
+    made = Computation(f"{outer.names[at]}.inline", False, outer.lines[at])
+    body = value.strip()[1:-1]
+    starts = [match.start() for match in _INLINE_SPLIT.finditer(body)]
+    for begin, end in zip(starts, [*starts[1:], len(body)], strict=True):
+        text = body[begin:end].strip()
+        found = split_instruction(text)
+        if found is not None:
+            if found.root:
+                made.root = len(made.names)
+            made.names.append(found.name)
+            made.opcodes.append(found.opcode)
+            made.texts.append(text)
+            made.lines.append(outer.lines[at] + value.count("\n", 0, begin + 1))
+    made.closed = True
+    return made
+
+
+def shape_of(computation: Computation, at: int) -> Shape:
+    """Return the shape of instruction `at`."""
+    return read_shape(parts(computation, at).shape)
+
+
+def shape_of_ref(computation: Computation, ref: Ref) -> Shape | None:
+    """Return the shape of an operand, of one element for `%x#3`; None when it is not in the computation."""
+    at = computation.index(ref.name)
+    if at is None:
+        return None
+    shape = shape_of(computation, at)
+    if ref.element is None:
+        return shape
+    if isinstance(shape, Array) or ref.element >= len(shape):
+        return None
+    return shape[ref.element]
