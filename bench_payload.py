@@ -482,7 +482,7 @@ def load_npz(path: str, spec: PayloadSpec) -> Batch:
       BenchError: unreadable, or fields that do not fit the spec; each is named.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
             batch: Batch = dict.fromkeys(FIELDS) | {name: archive[name] for name in archive.files}
         if batch["num_segments"] is not None:
             batch["num_segments"] = int(batch["num_segments"])

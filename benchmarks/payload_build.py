@@ -57,6 +57,7 @@ def measure(rows: int, tokens: int, layers: int, naive_tokens: int) -> dict[str,
     shape = (rows, tokens, layers, TOP_K)
     targets = tuple(1.1 + 0.4 * layer / layers for layer in range(layers))
     routing = bench_routing.RoutingSpec(targets, SHARDS, rows // 2, CHUNKS, sequence_shards=CONTEXT)
+    bench_routing.require(naive_tokens >= 1, f"--naive-tokens is {naive_tokens}, must be at least 1")
     bench_routing.check_routing(shape, EXPERTS, routing)
     assigned = np.ones(shape[:2], bool)
     build, routed = seconds(lambda: bench_routing.build_routing(shape, EXPERTS, routing, assigned, 0, 0))
