@@ -10,7 +10,6 @@ on and keeps the exit status. All of it is text for the kubelet, which makes `$`
 
 from __future__ import annotations
 
-import ast
 import base64
 import gzip
 import hashlib
@@ -101,17 +100,16 @@ def compose(files: dict[str, str], startup: Startup) -> str:
 def _heredocs(files: dict[str, str], room: int) -> str:
     """Return the heredocs of the files in no more than `room` bytes, packing the largest modules where need be."""
     parts = {name: _heredoc(name, text) for name, text in files.items()}
-
-    def size() -> int:
-        return sum(len(kube_expand(part, {}).encode()) for part in parts.values())
-
+    # The kubelet takes the escapes away again.
+    sizes = {name: len(part.replace("$$", "$").encode()) for name, part in parts.items()}
     for name in sorted(files, key=lambda name: (name == DRIVER_FILE, -len(files[name]), name)):
-        if size() <= room:
+        if sum(sizes.values()) <= room:
             break
         parts[name] = _packed_heredoc(name, files[name])
-    if size() > room:
+        sizes[name] = len(parts[name])
+    if sum(sizes.values()) > room:
         raise BenchError(
-            f"the files of the client's script take {size()} bytes even when packed, and {room} are left of the"
+            f"the files of the client's script take {sum(sizes.values())} bytes packed, and {room} are left of the"
             f" {MAX_ARGUMENT_BYTES} that Linux gives one argument",
             todo="make the driver or the routing-load file smaller",
         )
@@ -171,10 +169,9 @@ def embedded_files(driver: str) -> dict[str, str]:
     pending = [os.path.basename(driver)]
     while pending:
         name = pending.pop()
-        path = os.path.join(folder, name)
-        text = read_source(driver if name == os.path.basename(driver) else path)
+        text = read_source(driver if name == os.path.basename(driver) else os.path.join(folder, name))
         found[name] = text
-        for module in _imports(text, path):
+        for module in sorted(_imports(text)):
             file = f"{module}.py"
             # Installed as a wheel, our modules stand among everybody's.
             ours = not own or module.startswith("bench_") or module in ("tunix_standin", "staged_engine")
@@ -194,18 +191,20 @@ def read_source(path: str) -> str:
     return text if text.endswith("\n") else text + "\n"
 
 
-def _imports(text: str, path: str) -> list[str]:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise BenchError(f"not Python: {error.msg}", where=f"{path}:{error.lineno}", todo="name the driver") from error
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b|import[ \t]+([^\n#]+))", re.MULTILINE)
+
+
+def _imports(text: str) -> set[str]:
+    """Return the modules that import statements of a Python source name, at any depth of indentation.
+
+    By lines rather than by a parser, which would take most of the renderer's time; a line of a docstring that
+    looks like an import can only add a module of ours that exists.
+    """
     modules = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            modules.add(node.module.partition(".")[0])
-    return sorted(modules)
+    for one, several in _IMPORT.findall(text):
+        names = [one] if one else [part.split(" as ")[0].strip() for part in several.split(",")]
+        modules.update(name.partition(".")[0] for name in names)
+    return modules
 
 
 def files_sha256(files: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from bench_common import BenchError, mask
 
+MAX_DEPTH = 100  # of nesting; a JobSet has some 20
 MAX_RENDER_BYTES = 16 * 2**20  # a launch render is some 50 KB; beyond this it is something else
 
 
@@ -163,12 +164,13 @@ def _parse_yaml(text: str, source: str, first_line: int, notes: list[str]) -> di
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = first_line + (mark.line if mark else 0)
+        last = text.rstrip().count("\n")  # an end that is missing is reported after it
+        line = first_line + (min(mark.line, last) if mark else 0)
         problem = getattr(error, "problem", None) or str(error)
         raise BenchError(
             f"not YAML: {problem}", where=f"{source}:{line}", todo="was it cut short? capture the dry run again"
         ) from error
-    except (RecursionError, ValueError) as error:  # ValueError: a number or a code point out of range
+    except (RecursionError, ValueError) as error:  # ValueError: a number or a character out of range
         raise BenchError(
             f"not an object of Kubernetes: {type(error).__name__}",
             where=f"{source}:{first_line}",
@@ -182,17 +184,19 @@ def _parse_yaml(text: str, source: str, first_line: int, notes: list[str]) -> di
 
 
 def _check_nodes(root: Any, on_duplicate: Callable[[str, int], None]) -> tuple[str, int] | None:
-    """Report duplicate keys, and return (problem, line) for an alias: what is shared could grow without bound."""
-    seen, stack = set(), [root]
+    """Report duplicate keys, and return (problem, line) where there is an alias (it could grow without bound)."""
+    seen, stack = set(), [(root, 0)]
     while stack:
-        node = stack.pop()
+        node, depth = stack.pop()
         if node is None or isinstance(node.value, str):
             continue
         if id(node) in seen:
             return "a YAML alias, which no launcher prints", node.start_mark.line
+        if depth > MAX_DEPTH:
+            return "nested too deeply", node.start_mark.line
         seen.add(id(node))
         if node.id == "sequence":
-            stack.extend(reversed(node.value))
+            stack.extend((item, depth + 1) for item in reversed(node.value))
             continue
         keys = set()
         for key, _ in node.value:
@@ -200,7 +204,7 @@ def _check_nodes(root: Any, on_duplicate: Callable[[str, int], None]) -> tuple[s
                 on_duplicate(key.value, key.start_mark.line)
             elif isinstance(key.value, str):
                 keys.add(key.value)
-        stack.extend(part for pair in reversed(node.value) for part in pair)
+        stack.extend((part, depth + 1) for pair in reversed(node.value) for part in pair)
     return None
 
 
@@ -363,10 +367,14 @@ def clients(document: Document) -> Iterator[Client]:
 
 def walk(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield (path, node) for a parsed document and all that it holds, parents first."""
-    yield path, node
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, item in items:
-        yield from walk(item, (*path, key))
+    stack = [(path, node)]
+    while stack:
+        here, node = stack.pop()
+        yield here, node
+        if isinstance(node, dict):
+            stack.extend([((*here, key), item) for key, item in node.items()][::-1])
+        elif isinstance(node, list):
+            stack.extend([((*here, i), item) for i, item in enumerate(node)][::-1])
 
 
 def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script: str, where: str) -> Client:

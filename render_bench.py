@@ -483,10 +483,8 @@ def routing_load(spec: str) -> tuple[str, dict[str, str]]:
 def options_json(args: argparse.Namespace) -> str:
     """Return the options that shape the output as JSON: no file names, so that stdin and file agree; no secrets."""
     left_out = ("launch_render", "orch_render", "out", "quiet", "driver", "edits")
-    defaults = build_parser().parse_args(["--name", ""])
-    options: dict[str, Any] = {
-        key: value for key, value in vars(args).items() if key not in left_out and value != getattr(defaults, key)
-    }
+    unset = (None, False, [], "keep")
+    options: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in left_out and v not in unset}
     if args.routing_load is not None and os.path.isfile(args.routing_load):
         options["routing_load"] = os.path.basename(args.routing_load)
     if args.edits:
