@@ -218,6 +218,7 @@ def run_step(
         longest_call_seconds=seconds, longest_call=name, gc_seconds=watch.gc_seconds() - collected,
         compiles=[{"program": name, "seconds": seconds} for name, seconds in events],
         losses=metrics.get("loss", []), gradient_norm=norms[-1],
+        micro_batches_differ=any(len(values) == len(payloads) and len(set(values)) > 1 for values in metrics.values()),
         gradient_share=gradient_share(metrics), **boundary,
     )  # fmt: skip
 
@@ -250,8 +251,9 @@ def check_step(step: StepRecord, micro_batches: int, distinct: int) -> None:
     if step.gradient_norm == 0:
         raise BenchError("gradient norm is 0: no token carries gradient", where=where,
                          todo="the loss's gates dropped the batch; use --sampler-logps policy")  # fmt: skip
-    if distinct > 1 and len(set(step.losses)) == 1:
-        raise BenchError(f"all micro-batches have the loss {step.losses[0]}", where=where, todo="is it one batch?")
+    if distinct > 1 and not step.micro_batches_differ:
+        raise BenchError(f"all {micro_batches} micro-batches have the loss {step.losses[0]} and equal metrics",
+                         where=where, todo="does each batch reach the loss?")  # fmt: skip
 
 
 def drive(run: Run, watch: Watch) -> None:

@@ -35,6 +35,7 @@ class StepRecord:
     h2d_seconds: float | None  # placing the staged micro-batch; null where transfers hide in dispatch
     compiles: list[dict[str, Any]]  # program, seconds
     losses: list[float]
+    micro_batches_differ: bool  # in the loss or any other metric of the loss
     gradient_norm: float | None
     gradient_share: float | None  # of scored tokens, past the loss's gates, estimated from its own metrics
     profiled: bool = False

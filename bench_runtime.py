@@ -254,7 +254,7 @@ class TrainerProgram:
         lost = sorted(name for name, value in batch.items() if value is not None and name not in fields)
         if lost:
             raise BenchError(f"the installed Tunix's RLTrainerPayload has no {', '.join(lost)}", where="payload",
-                             todo="use a newer Tunix, or --routing-load none for routed_experts")  # fmt: skip
+                             todo="use a newer Tunix, or --routing-load none and padded rows")  # fmt: skip
         values = {name: value for name, value in batch.items() if name in fields}
         whole = np.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1)
         scored = np.concatenate([np.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], axis=1)
@@ -266,7 +266,9 @@ class TrainerProgram:
                     raise BenchError(f"the installed Tunix's RLTrainerPayload needs {name}", where="payload",
                                      todo="extend bench_runtime.TrainerProgram.payload")  # fmt: skip
                 values[name] = older[name]
-        return self._payload_class(**values)
+        payload = self._payload_class(**values)
+        _make_pytree(payload)
+        return payload
 
     def fwd_bwd(self, payload: Any, last: bool) -> None:
         """Dispatch one micro-batch."""
@@ -315,6 +317,20 @@ class TrainerProgram:
         """Stop the worker; a second call, or one after an error, is harmless."""
         with contextlib.suppress(RuntimeError):
             self.calls.call("stop")
+
+
+def _make_pytree(payload: Any) -> None:
+    """Register the payload's class as a pytree where it is none (Tunix of August 2026).
+
+    MaxText's engine traces a payload's arrays; an unregistered object would be closed over as a constant, and
+    every micro-batch would compile a program of its own.
+    """
+    import jax
+
+    if jax.tree_util.all_leaves([payload]):
+        names = [field.name for field in dataclasses.fields(payload)]
+        static = [name for name in names if name in ("metadata", "num_segments")]
+        jax.tree_util.register_dataclass(type(payload), [name for name in names if name not in static], static)
 
 
 def _floats(total: Any, weight: Any) -> list[float]:
@@ -411,6 +427,7 @@ def pad_id(trainer_argv: Sequence[str], shrunk: bool) -> int:
 def _build_tunix(job: Job) -> TrainerProgram:
     datatypes = _need("tunix.experimental.common.datatypes", "RLTrainerPayload")
     worker_module = _need("tunix.experimental.worker.trainer_worker", "TrainerWorker")
+    loss_fn, model_input_fn = _tunix_algorithm(job)
     config, mesh, factory = _tunix_engine(job)
     factory, engine = _kept(factory)
     calls = _WorkerCalls(worker_module.TrainerWorker, datatypes, factory, mesh, worker_id=job.trainer.worker_id,
@@ -418,7 +435,6 @@ def _build_tunix(job: Job) -> TrainerProgram:
                          logps_micro_batch_size=job.trainer.compute_logps_micro_batch_size)  # fmt: skip
     program = TrainerProgram("tunix", calls, engine, mesh, datatypes.RLTrainerPayload, config or engine()._config,
                              getattr(datatypes, "LogprobsRequest", None))  # fmt: skip
-    loss_fn, model_input_fn = _tunix_algorithm(job)
     if "logps_chunk_size" in calls.ignored and job.trainer.compute_logps_chunk_size:
         model_input_fn = _with_chunk_size(model_input_fn, job.trainer.compute_logps_chunk_size)
     program.start(loss_fn, model_input_fn)
@@ -459,13 +475,14 @@ def _without_runtime_flags(argv: Sequence[str]) -> list[str]:
 
 def _tunix_algorithm(job: Job) -> tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]:
     """Return (loss, model input function) as the orchestrator of ORCH_ARGV would set them."""
-    if installed("tunix.rl.algorithm_config"):
+    if installed("tunix.rl.algorithm_config") and hasattr(_need("tunix.rl.algorithm_config"), "GRPOConfig"):
         options = grpo_options(_need("tunix.rl.algorithm_config", "GRPOConfig").GRPOConfig, job)
         adapter = _need("tunix.experimental.orchestrator.algorithm_adapter", "GRPOAdapter").GRPOAdapter
         algo = adapter(algo_config=_need("tunix.rl.algorithm_config").GRPOConfig(**options))
         return algo.loss_fn(), algo.build_gen_model_input_fn(job.pad_id, job.pad_id)
     # August 2026: the orchestrator script built a plain namespace, which algo_core reads by attribute.
     options = {name: value for name, value in vars(job.orch).items() if name in _GRPO_NAMES}
+    options["epsilon_high"] = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     config = dataclasses.make_dataclass("AlgoConfig", list(options), frozen=True)(**options)
     constant = {"algo_config": config, "pad_id": job.pad_id, "eos_id": job.pad_id}
     loss_fn = _need("tunix.rl.algo_core", "grpo_loss_fn").grpo_loss_fn
