@@ -323,22 +323,23 @@ def asked_options(path: str) -> tuple[list[Asked], list[str]]:
 
 def _render_argv(render: Any, source: str) -> tuple[list[str], list[str], dict[str, str]]:
     """Return the trainer's argv, the orchestrator's argv and the trainer's environment of a render."""
-    import shlex
-
-    from launch_render import clients
+    from launch_render import client_containers, parse_client, script_role
 
     trainers, orchestrators = [], []
     for document in render.documents:
-        for client in clients(document):
-            (trainers if client.role in ("trainer", "bench") else orchestrators).append(client)
+        for path, container, script in client_containers(document):
+            role = script_role(script)
+            if role in ("trainer", "bench", "orchestrator"):
+                client = parse_client(container, path, script, document.where)
+                (orchestrators if role == "orchestrator" else trainers).append(client)
     if len(trainers) != 1:
         raise BenchError(
             f"{len(trainers)} trainers in this render", where=source, todo="give a launch or a bench render with one"
         )
     client = trainers[0]
     if client.is_bench:
-        return shlex.split(client.env.get("TRAINER_ARGV", "")), shlex.split(client.env.get("ORCH_ARGV", "")), client.env
-    argv = next(([w.value for w in c.argv] for c in orchestrators if "--discovery_id" in c.flags), [])
+        return client.carried_argv("TRAINER_ARGV"), client.carried_argv("ORCH_ARGV"), client.env
+    argv = next(([word.value for word in c.argv] for c in orchestrators), [])
     return [word.value for word in client.argv], argv, client.env
 
 

@@ -1,0 +1,457 @@
+"""Launch and bench renders as trees whose every leaf has a name: what diff_render.py compares.
+
+`document_tree` turns a Kubernetes object into nested maps: lists by their Kubernetes keys instead of
+positions, container commands taken apart into wrapper, assignments, program and flags, flag strings
+(MAXTEXT_EXTRA_FLAGS, LIBTPU_INIT_ARGS, XLA_FLAGS, proxy args) into single flags. A leaf's path reads
+
+    spec/replicatedJobs/proc/template/.../containers/main/command/MAXTEXT_EXTRA_FLAGS/num_moe_token_chunks
+
+`trainer_tree` is the view in which a launch's trainer and its bench have the same paths: the trainer argv
+and the orchestrator argv of a bench stand in its TRAINER_ARGV and ORCH_ARGV. Nothing is lost but the order of
+what has a key; where order has a meaning, the map says so. Standard library and PyYAML.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench_common import BenchError, mask
+from launch_render import (
+    HEREDOC_MARKER,
+    Client,
+    Document,
+    Render,
+    Word,
+    client_containers,
+    parse_client,
+    script_role,
+    shell_words,
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value at the end of a path."""
+
+    value: Any  # a scalar, a list of scalars, or None for a flag without a value
+    form: str = "yaml"  # yaml, set, text, source, flag, number (a flag that is one), maxtext (a key), arg, xla
+    superseded: bool = False  # a later flag or variable of the same name wins
+    text: str | None = None  # of a source, whose value is its hash
+
+
+@dataclass
+class Map:
+    """Named children. `order` says what their order means: "" nothing, "noise" nothing but shown, "real" something."""
+
+    children: dict[str, Map | Leaf] = field(default_factory=dict)
+    order: str = ""
+
+
+Node = Map | Leaf
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+def path_text(steps: Iterable[str]) -> str:
+    """Return a path as text: steps joined by `/`, a `/` or `~` inside a step as ~1 or ~0 (RFC 6901)."""
+    return "/".join(step.replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def path_steps(text: str) -> list[str]:
+    """Return the steps of a path's text."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in text.split("/")]
+
+
+def plain(node: Node, name: str = "", sources: bool = False) -> Any:
+    """Return a node as JSON holds it, secrets masked by the names of their steps.
+
+    Args:
+      node: a map or a leaf.
+      name: the last step of its path.
+      sources: show embedded sources as text instead of their hash.
+    """
+    if isinstance(node, Map):
+        return {step: plain(child, step, sources) for step, child in node.children.items()}
+    if node.form == "source":
+        return node.text if sources else node.value
+    if isinstance(node.value, str):
+        base = name.partition(" (overridden")[0]
+        return mask_text(node.value) if node.form == "text" else mask(base, node.value)
+    return node.value
+
+
+_NAMED_VALUE = re.compile(r"([A-Za-z_][\w-]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)")
+
+
+def mask_text(text: str) -> str:
+    """Return a script with the values of secret variables and flags masked."""
+    return _NAMED_VALUE.sub(lambda m: f"{m[1]}={mask(m[1], m[2])}", text)
+
+
+# --- Kubernetes objects --------------------------------------------------------------------------
+
+# Merge keys of the Kubernetes API (patchMergeKey) and, for atomic lists, the field that tells items apart.
+_LIST_KEYS: dict[str, tuple[str, ...]] = {
+    "volumeMounts": ("mountPath",), "volumeDevices": ("devicePath",), "ports": ("containerPort", "port", "name"),
+    "tolerations": ("key", "effect"), "conditions": ("type",), "onPodConditions": ("type",), "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey",), "matchExpressions": ("key", "operator"),
+    "matchFields": ("key", "operator"),
+}  # fmt: skip
+_ANY_KEYS = (
+    "name",
+    "key",
+    "topologyKey",
+    "type",
+    "action",
+    "ip",
+)  # of other lists: the first that all items have
+_FIRST_MATCH_WINS = ("rules",)  # failurePolicy and podFailurePolicy
+_SETS = ("values", "accessModes", "targetReplicatedJobs", "onJobFailureReasons", "finalizers", "add", "drop")
+_CONTAINER_LISTS = ("containers", "initContainers")
+_FLAG_VARIABLES = re.compile(r"(LIBTPU_INIT_ARGS|\w*XLA_FLAGS|\w*_EXTRA_ARGS)$")
+_MAXTEXT_VARIABLES = ("MAXTEXT_EXTRA_FLAGS",)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the walk over one document needs to know."""
+
+    clients: Mapping[int, Client]  # by id() of the container
+    as_trainer: bool  # a bench's TRAINER_ARGV and ORCH_ARGV stand where a launch has them
+
+
+def document_tree(document: Document, notes: list[str], as_trainer: bool = False) -> Map:
+    """Return a Kubernetes object as a tree. Commands that cannot be taken apart stay text, with a note."""
+    clients: dict[int, Client] = {}
+    for path, container, script in client_containers(document):
+        try:
+            clients[id(container)] = parse_client(container, path, script, document.where)
+        except BenchError as error:
+            notes.append(f"{error}; compared as text")
+    tree = _tree(document.data, _Context(clients, as_trainer))
+    assert isinstance(tree, Map)  # a document is a mapping
+    return tree
+
+
+def _tree(value: Any, context: _Context, name: str = "") -> Node:
+    if isinstance(value, dict):
+        return _mapping(value, context)
+    if isinstance(value, list):
+        return _list(value, context, name)
+    return Leaf(value)
+
+
+def _mapping(value: dict[Any, Any], context: _Context) -> Map:
+    children: dict[str, Node] = {}
+    for key, item in value.items():
+        if key in _CONTAINER_LISTS and isinstance(item, list):
+            continue
+        if key == "command" and isinstance(item, list):
+            children["command"] = _command(item, context.clients.get(id(value)), context)
+        elif key == "args" and isinstance(item, list) and all(isinstance(arg, str) for arg in item):
+            children["args"] = flag_map(item, "arg")
+        else:
+            children[str(key)] = _tree(item, context, str(key))
+    containers: dict[str, Node] = {}
+    for key in _CONTAINER_LISTS:  # one map, so that a container that moves between the lists is one change
+        for step, item in _keyed(value[key], ("name",)) if isinstance(value.get(key), list) else ():
+            node = _tree(item, context)
+            if isinstance(node, Map):
+                node.children["(list)"] = Leaf(key)
+            containers[_free(step, containers)] = node
+    if containers or any(value.get(key) == [] for key in _CONTAINER_LISTS):
+        children["containers"] = Map(containers)
+    return Map(children)
+
+
+def _list(items: list[Any], context: _Context, name: str) -> Node:
+    if not all(isinstance(item, dict) for item in items) or not items:
+        if all(not isinstance(item, dict | list) for item in items):
+            return Leaf(list(items), "set" if name in _SETS else "yaml")
+        return Map({f"[{i}]": _tree(item, context) for i, item in enumerate(items)}, "real")
+    if name == "env":
+        return _env(items, context)
+    keys = _LIST_KEYS.get(name) or next(((key,) for key in _ANY_KEYS if all(key in item for item in items)), ())
+    children = {step: _tree(item, context) for step, item in _keyed(items, keys)}
+    return Map(children, "real" if name in _FIRST_MATCH_WINS else "")
+
+
+def _keyed(items: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield (step, item) in order; items with one key are told apart by #2, #3, items without any by position.
+
+    Which of several is #2 follows from what they hold, so that their order in the file is nothing.
+    """
+    steps = [_step(item, keys) or f"[{index}]" for index, item in enumerate(items)]
+    shared = {step for step, count in Counter(steps).items() if count > 1}
+    ranks: dict[int, int] = {}
+    for step in sorted(shared):
+        alike = sorted((i for i, s in enumerate(steps) if s == step), key=lambda i: repr(_sorted_items(items[i])))
+        ranks.update((index, rank) for rank, index in enumerate(alike))
+    for index, item in enumerate(items):
+        rank = ranks.get(index, 0)
+        yield (f"{steps[index]}#{rank + 1}" if rank else steps[index]), item
+
+
+def _step(item: Any, keys: tuple[str, ...]) -> str:
+    parts = [str(item[key]) for key in keys if isinstance(item, dict) and key in item]
+    if keys == _LIST_KEYS["ports"]:
+        parts = parts[:1]
+    if keys == ("action",):  # a podFailurePolicy rule: FailJob onExitCodes
+        parts += sorted(key for key in item if key.startswith("on"))
+    return " ".join(parts)
+
+
+def _sorted_items(value: Any) -> Any:
+    """Return a parsed value in one order of its keys, whatever their order was."""
+    if isinstance(value, dict):
+        return sorted((str(key), _sorted_items(item)) for key, item in value.items())
+    return [_sorted_items(item) for item in value] if isinstance(value, list) else (type(value).__name__, str(value))
+
+
+def _free(step: str, taken: Mapping[str, Any]) -> str:
+    return next(s for s in (step, *(f"{step}#{n}" for n in range(2, len(taken) + 3))) if s not in taken)
+
+
+def _env(items: list[dict[str, Any]], context: _Context) -> Map:
+    """Return a container's env by name; of a name given twice the last one wins."""
+    pairs = []
+    for index, item in enumerate(items):
+        name = str(item.get("name", f"[{index}]"))
+        if set(item) <= {"name", "value"}:
+            value = item.get("value", "")
+            pairs.append((name, _variable(name, value) if isinstance(value, str) else Leaf(value)))
+        else:
+            pairs.append((name, _mapping({k: v for k, v in item.items() if k != "name"}, context)))
+    return _last_wins(pairs, "")
+
+
+def _last_wins(pairs: list[tuple[str, Node]], order: str) -> Map:
+    """Return a map in which the last of a name has it, the others a step of their own."""
+    total, seen = Counter(name for name, _ in pairs), Counter()
+    children: dict[str, Node] = {}
+    for name, node in pairs:
+        seen[name] += 1
+        if seen[name] < total[name]:
+            children[f"{name} (overridden {total[name] - seen[name]})"] = _supersede(node)
+        else:
+            children[name] = node
+    return Map(children, order)
+
+
+def _supersede(node: Node) -> Node:
+    if isinstance(node, Leaf):
+        return replace(node, superseded=True)
+    return Map({step: _supersede(child) for step, child in node.children.items()}, node.order)
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+# Flags of the trainer, the orchestrator and the bench driver that hold numbers (facts: argv tables of the launcher).
+_NUMBER_FLAG = re.compile(
+    r"--(mesh_\w+|\w*(_size|_length|_steps|_rate|_value|_fraction|_rank|_alpha|_eps|_decay|_interval|_interval_steps|_factor"
+    r"|_dim|_heads|_tp|_fsdp|_expert|_dp|_replicas|_ratio|_ratio_min|_threshold|_s|_secs|_accuracy|_norm|_tpu|_row"
+    r"|_concurrency|_staleness|_to_keep|_port|_turns|_period|_b1|_b2|_budget|_seconds)|num_\w+|max_\w+|port|temperature"
+    r"|top_[pk]|beta|epsilon\w*|seed|learning_rate|weight_decay|b1|b2|steps|skew|repeats)$"
+)
+
+
+def flag_map(words: Iterable[str], form: str, live: Callable[[str], bool] = lambda word: False) -> Map:
+    """Return words as flags by name, in their order, the last of a name winning.
+
+    `--name=value` and `key=value` are named by what stands before the `=`, `--name` has no value, any other
+    word is named by its place among its like, `(1)`, and makes the order count.
+    """
+    pairs: list[tuple[str, Node]] = []
+    loose = 0
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("-") and not (equals and form == "maxtext"):
+            loose += 1
+            pairs.append((f"({loose})", Leaf(word, "flag")))
+            continue
+        shown = f"{value} [expanded when it runs]" if live(word) else value
+        kind = "number" if form == "flag" and _NUMBER_FLAG.match(name) else form
+        pairs.append((name, Leaf(shown if equals else None, kind)))
+    return _last_wins(pairs, "real" if loose else "noise")
+
+
+def _variable(name: str, value: str, live: bool = False) -> Node:
+    """Return the value of a variable: a map of flags where it is a list of flags, else a leaf."""
+
+    def is_live(word: str) -> bool:
+        return live and ("$" in word or "`" in word)
+
+    words = value.split()
+    if name in _MAXTEXT_VARIABLES:
+        return flag_map(words, "maxtext", is_live)
+    if _FLAG_VARIABLES.match(name) or (len(words) > 1 and all(word.startswith("--") for word in words)):
+        return flag_map(words, "xla", is_live)
+    return Leaf(f"{value} [expanded when it runs]" if live else value, "flag")
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+_HEREDOC_BODY = re.compile(rf"(<<'({HEREDOC_MARKER}\w*)'[^\n]*)\n.*?^\2$", re.MULTILINE | re.DOTALL)
+
+
+def _command(words: list[Any], client: Client | None, context: _Context) -> Node:
+    if client is not None:
+        return _client(client, words, context.as_trainer)
+    if len(words) >= 2 and isinstance(words[-1], str) and "\n" in words[-1]:
+        return Map({"shell": Leaf([str(word) for word in words[:-1]]), **script_parts(words[-1])})
+    return Leaf(list(words)) if all(not isinstance(word, dict | list) for word in words) else Leaf(str(words))
+
+
+def _client(client: Client, words: list[Any], as_trainer: bool) -> Map:
+    before = _HEREDOC_BODY.sub(r"\1 (source)", client.before)
+    children: dict[str, Node] = {
+        "shell": Leaf([str(word) for word in words[:-1]]),
+        "wrapper": Map({"before": Leaf(before, "text"), "after": Leaf(client.after, "text")}),
+        "program": Leaf(" ".join(_word(word) for word in client.program), "flag"),
+    }
+    if client.sources:
+        children["sources"] = Map({name: _source(text) for name, text in client.sources.items()})
+    carried = {"TRAINER_ARGV": "argv", "ORCH_ARGV": "(orchestrator)"} if client.is_bench and as_trainer else {}
+    pairs = [(name, _assigned(client, name, word)) for name, word in client.assignments if name not in carried]
+    assignments = _last_wins(pairs, "noise")
+    if client.is_bench and as_trainer:
+        for name, step in carried.items():
+            if name in client.env:
+                children[step] = flag_map(client.carried_argv(name), "flag")
+        children["driver"] = _argv(client.argv)
+    else:
+        children["argv"] = _argv(client.argv)
+    return Map(children | {f"{n}": node for n, node in assignments.children.items()}, "noise")
+
+
+def _assigned(client: Client, name: str, word: Word) -> Node:
+    if client.is_bench and name in ("TRAINER_ARGV", "ORCH_ARGV"):
+        return flag_map(client.carried_argv(name), "flag")
+    return _variable(name, word.value, word.live)
+
+
+def _argv(words: list[Word]) -> Map:
+    live = {word.value for word in words if word.live}
+    return flag_map([word.value for word in words], "flag", live.__contains__)
+
+
+def _word(word: Word) -> str:
+    return word.raw if word.live else word.value
+
+
+def _source(text: str) -> Leaf:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Leaf(f"sha256:{digest} ({text.count(chr(10))} lines)", "source", text=text)
+
+
+_STATEMENT = re.compile(r"[ \t]*(export[ \t]+)?([A-Za-z_]\w*=|python[0-9.]*[ \t]|\S*/python[0-9.]*[ \t])")
+LONGEST_STATEMENT_LINES = 400
+
+
+def script_parts(script: str) -> dict[str, Node]:
+    """Return a shell script that is no client of ours in parts: text, variables and Python commands.
+
+    A statement that only assigns (`export LIBTPU_INIT_ARGS='...'`) gives variables, one that runs Python
+    gives its program and arguments; in the text a placeholder keeps their places. The rest stays text.
+    """
+    text: list[str] = []
+    variables: list[tuple[str, Node]] = []
+    commands: dict[str, Node] = {}
+    lines = script.split("\n")
+    index = 0
+    while index < len(lines):
+        count, words = _statement(lines, index) if _STATEMENT.match(lines[index]) else (1, None)
+        if words is None:
+            text.append(lines[index])
+            index += 1
+            continue
+        index += count
+        exported = words[0].value == "export"
+        pairs = [word for word in words[exported:] if re.match(r"[A-Za-z_]\w*=", word.raw)]
+        if len(pairs) == len(words) - exported:
+            found = [(w.text.partition("=")[0], w) for w in pairs]
+            text.append(f"{'export ' if exported else ''}({' '.join(name for name, _ in found)})")
+            variables += [(name, _variable(name, w.value.partition("=")[2], w.live)) for name, w in found]
+        else:
+            step = f"run {len(commands) + 1}"
+            text.append(f"({step})")
+            commands[step] = _run(words)
+    return {"script": Leaf("\n".join(text), "text"), **_last_wins(variables, "").children, **commands}
+
+
+def _statement(lines: list[str], start: int) -> tuple[int, list[Word] | None]:
+    """Return how many lines a statement takes, and its words; None where it is no simple command."""
+    for count in range(1, min(LONGEST_STATEMENT_LINES, len(lines) - start) + 1):
+        text = "\n".join(lines[start : start + count])
+        if text.endswith("\\"):
+            continue
+        try:
+            return count, shell_words(text) or None
+        except BenchError:
+            continue  # a quote goes on in the next line
+    return 1, None
+
+
+def _run(words: list[Word]) -> Map:
+    """Return a command: leading assignments, program, key=value and --flag arguments, and what follows a pipe."""
+    start = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word.raw)), len(words))
+    end = next((i for i in range(start, len(words)) if words[i].operator), len(words))
+    split = next((i for i in range(start, end) if "=" in words[i].text or words[i].text.startswith("--")), end)
+    pairs = [(w.text.partition("=")[0], _variable(w.text.partition("=")[0], w.value.partition("=")[2], w.live))
+             for w in words[:start]]  # fmt: skip
+    children = _last_wins(pairs, "").children
+    children["program"] = Leaf(" ".join(_word(word) for word in words[start:split]), "flag")
+    live = {word.value for word in words if word.live}
+    children["argv"] = flag_map([word.value for word in words[split:end]], "maxtext", live.__contains__)
+    if end < len(words):
+        children["then"] = Leaf(" ".join(_word(word) for word in words[end:]), "flag")
+    return Map(children)
+
+
+# --- the trainer's view --------------------------------------------------------------------------
+
+
+def roles(document: Document) -> list[str]:
+    """Return what the clients of a document run: trainer, bench, orchestrator, ..."""
+    return sorted(role for _, _, script in client_containers(document) if (role := script_role(script)))
+
+
+def find_trainer(render: Render) -> Document | None:
+    """Return the one document that runs the trainer or its bench; None where there is none or more than one."""
+    found = [document for document in render.documents if {"trainer", "bench"} & set(roles(document))]
+    return found[0] if len(found) == 1 else None
+
+
+def trainer_tree(render: Render, notes: list[str]) -> Map:
+    """Return the trainer of a render and the argv of its orchestrator, a launch's and a bench's alike."""
+    document = find_trainer(render)
+    assert document is not None  # the caller has asked
+    tree = document_tree(document, notes, as_trainer=True)
+    root = Map({"trainer": tree})
+    carried = _take(tree, "(orchestrator)")
+    if carried is not None:
+        root.children["orchestrator"] = Map({"argv": carried})
+        return root
+    for other in (document for document in render.documents if "orchestrator" in roles(document)):
+        try:
+            for path, container, script in client_containers(other):
+                client = parse_client(container, path, script, other.where)
+                root.children["orchestrator"] = Map({"argv": _argv(client.argv)})
+        except BenchError as error:
+            notes.append(f"{error}; the orchestrator's argv is not compared")
+    return root
+
+
+def _take(node: Node, step: str) -> Node | None:
+    """Remove the first child of this name from a tree and return it."""
+    if isinstance(node, Leaf):
+        return None
+    if step in node.children:
+        return node.children.pop(step)
+    return next((found for child in node.children.values() if (found := _take(child, step)) is not None), None)
