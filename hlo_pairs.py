@@ -119,8 +119,8 @@ def _through_fusion(
             return None
         opcode, inner = body.opcodes[position], hlo_text.operands(body, position)
         if opcode == "parameter":
-            number = hlo_text.literal(body, position)
-            return (refs[int(number)], path) if number.isdigit() and int(number) < len(refs) else None
+            place = hlo_text.number(hlo_text.literal(body, position))
+            return (refs[place], path) if place is not None and place < len(refs) else None
         if opcode == "tuple":
             if not path or path[0] >= len(inner):
                 return None

@@ -47,7 +47,7 @@ EMPTY_TARGETS = frozenset(
 )
 _MATMUL_TARGETS = re.compile(r"__cublas\$|__cudnn\$conv|__onednn\$matmul|__triton_gemm")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d+)')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})')
 _THREAD = re.compile(r'async_execution_thread="([^"]*)"')
 _CALLEE = re.compile(r", calls=%?([^\s,{}]+)")
 _CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
@@ -470,7 +470,7 @@ def matmul_flops(computation: Computation, at: int) -> int | None:
         dims = _CONTRACTING.match(given.get("lhs_contracting_dims", ""))
         if not isinstance(left, hlo_shapes.Array) or dims is None:
             return None
-        places = [int(place) for place in dims[1].split(",") if place]
+        places = [int(place) for place in re.findall(r"\d{1,9}", dims[1])]
         if any(place >= len(left.dims) for place in places):
             return None
         return 2 * output * _product(left.dims[place] for place in places)

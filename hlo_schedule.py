@@ -41,6 +41,8 @@ from hlo_text import Computation, Module
 _TALKS = re.compile(r'"has_communication"\s*:\s*true|"collective_id"\s*:|"remote_bytes_transferred"\s*:\s*"?[1-9]')
 _IS_SYNC = re.compile(r'"is_sync"\s*:\s*true')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_MAX_FUSED = 256  # instructions of an all-reduce-scatter fusion; real ones have a handful
+_MAX_MESH_WORK = 1 << 20  # devices times combinations of axes that are tried for a name
 _SPACES = {0: "HBM", 1: "VMEM", 2: "SMEM", 5: "host"}  # XLA docs, shapes and layout
 CLASSES = ("sync", "async_empty", "async_light", "async_compute", "unmatched")
 EXPOSED = ("sync", "async_empty", "unmatched")  # what nothing in the text shows to be hidden
@@ -332,9 +334,9 @@ def _carried_only(program: Program, computation: Computation, at: int) -> bool:
             parameter = where.index(inner[0].name) if where is body and inner else None
             if parameter is None or where.opcodes[parameter] != "parameter":
                 continue
-            number = hlo_text.literal(where, parameter)
-            if number.isdigit() and int(number) < len(refs):
-                starts = trace_back(program, computation, refs[int(number)])
+            position = hlo_text.number(hlo_text.literal(where, parameter))
+            if position is not None and position < len(refs):
+                starts = trace_back(program, computation, refs[position])
                 if any(is_fused_start(program, start.computation, start.at) for start in starts):
                     return True
     return False
@@ -357,10 +359,10 @@ def _collective(
     opcode = where.opcodes[place]
     kind = collective_base(opcode) or opcode
     shape = _output_shape(where, place)
-    if kind == "all-reduce":
-        part = _scattered(where, place) if form == "fusion" or id(where) not in program.callers else None
-        if part is not None and (form == "fusion" or not where.entry and part[1]):
-            kind, shape, form = "reduce-scatter", part[0], "reduce-scatter fusion"
+    if kind == "all-reduce" and (form == "fusion" or _looks_fused(program, where)):
+        part = _scattered(where, place)
+        if part is not None:
+            kind, shape, form = "reduce-scatter", part, "reduce-scatter fusion"
     size, axes, groups = group_of(program.module, where, place, kind)
     output = hlo_shapes.bytes_of(shape)
     found = _OP_NAME.search(home.texts[at]) or _OP_NAME.search(where.texts[place])
@@ -383,17 +385,23 @@ def _output_shape(where: Computation, place: int) -> hlo_shapes.Shape:
     return shape[1] if len(shape) > 1 else shape
 
 
-def _scattered(where: Computation, place: int) -> tuple[hlo_shapes.Shape, bool] | None:
-    """Return (the slice's shape, whether it is the root) if a dynamic-slice takes this all-reduce apart."""
+def _looks_fused(program: Program, where: Computation) -> bool:
+    """Whether a computation whose caller is cut off is an all-reduce-scatter fusion: it ends in a dynamic-slice."""
+    alone = not where.entry and id(where) not in program.callers
+    return alone and len(where.names) <= _MAX_FUSED and where.opcodes[where.root_index] == "dynamic-slice"
+
+
+def _scattered(where: Computation, place: int) -> hlo_shapes.Shape | None:
+    """Return the shape of the dynamic-slice that takes this all-reduce apart, or None."""
     names = {where.names[place]}
-    for at in range(place + 1, len(where.names)):
+    for at in range(place + 1, min(len(where.names), place + _MAX_FUSED)):
         opcode = where.opcodes[at]
         if opcode not in ("dynamic-slice", "bitcast", "copy", "convert", "reshape", "get-tuple-element"):
             continue
         refs = hlo_text.operands(where, at)
         if refs and refs[0].name in names:
             if opcode == "dynamic-slice":
-                return hlo_text.shape_of(where, at), at == where.root_index
+                return hlo_text.shape_of(where, at)
             names.add(where.names[at])
     return None
 
@@ -435,8 +443,12 @@ def name_axes(collectives: list[Collective]) -> None:
         return
     mesh = max(sorted(meshes), key=len)
     table: dict[frozenset, tuple[str, ...]] = {}
-    real = [name for name, size in mesh if size > 1]
-    for choice in range(1, 1 << min(len(real), 10)):
+    real, devices = [name for name, size in mesh if size > 1], 1
+    for _, size in mesh:
+        devices *= size
+    while real and devices << len(real) > _MAX_MESH_WORK:
+        real.pop()
+    for choice in range(1, 1 << len(real)):
         axes = tuple(name for bit, name in enumerate(real) if choice >> bit & 1)
         members = hlo_shapes.mesh_members(mesh, axes)
         if members is not None:

@@ -31,9 +31,8 @@ class Array(NamedTuple):
 
 Shape = Array | tuple  # a tuple shape is a plain tuple of shapes
 
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^{}]*)\})?")
-_SPACE = re.compile(r"S\((\d+)\)")
-_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+_SPACE = re.compile(r"S\((\d{1,9})\)")
+_ELEMENT_BITS = re.compile(r"E\((\d{1,9})\)")
 
 
 @lru_cache(maxsize=4096)
@@ -43,32 +42,26 @@ def read_shape(text: str) -> Shape:
     `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` is Array("bf16", (8, 128), 16, 1).
     """
     stack: list[list[Shape]] = [[]]
-    position = 0
     for match in _SHAPE_TOKEN.finditer(text):
-        position = match.end()
-        token = match[0]
-        if token == "(":
-            stack.append([])
-        elif token == ")":
-            if len(stack) > 1:
-                closed = tuple(stack.pop())
-                stack[-1].append(closed)
-        else:
+        if match["dtype"]:
             stack[-1].append(_array(match))
-    del position
+        elif match[0] == "(" and len(stack) < _MAX_NESTED:
+            stack.append([])
+        elif match[0] == ")" and len(stack) > 1:
+            closed = tuple(stack.pop())
+            stack[-1].append(closed)
     while len(stack) > 1:  # cut off
         stack[-2].append(tuple(stack.pop()))
     return stack[0][0] if stack[0] else ()
 
 
-_SHAPE_TOKEN = re.compile(r"/\*.*?\*/(?P<skip>)|[()]|" + _ARRAY.pattern)
+_MAX_NESTED = 64  # tuples in tuples; XLA's stay under ten
+_SHAPE_TOKEN = re.compile(r"/\*[^*]*+\*/|[()]|(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
 
 
-def _array(match: re.Match[str]) -> Shape:
-    dtype, dims, layout = match[2], match[3], match[4] or ""
-    if dtype is None:
-        return ()
-    sizes = tuple(int(size) for size in re.findall(r"\d+", dims))
+def _array(match: re.Match[str]) -> Array:
+    dtype, dims, layout = match["dtype"], match["dims"], match["layout"] or ""
+    sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
     bits = _BITS.get(dtype)
     if bits is None and _EIGHT_BIT_FLOAT.match(dtype):
         bits = 8
@@ -124,14 +117,14 @@ class Groups(NamedTuple):
 
 _MESH = re.compile(r"mesh\[([^\]]*)\][^{]*\{(.*)\}$", re.DOTALL)
 _MESH_DEVICES = re.compile(r"device_ids=\(([^)]*(?:\)[^)]*)*)\)[ ]*\{")
-_AXIS = re.compile(r"'?([^',=]+?)'?=(\d+)")
-_AXIS_REF = re.compile(r"'?([^',{}:]+?)'?(?::\((\d+)\)(\d+))?(?:,|$)")
+_AXIS = re.compile(r"'?([^',=]+?)'?=(\d{1,9})")
+_AXIS_REF = re.compile(r"'?([^',{}:]+?)'?(?::\((\d{1,9})\)(\d{1,9}))?(?:,|$)")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MAX_DEVICES = 1 << 16  # groups of more devices are not written out
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(",") if word.strip())
+    return tuple(int(word) for word in re.findall(r"\d{1,18}", text))
 
 
 @lru_cache(maxsize=1024)
@@ -167,6 +160,8 @@ def _product(sizes: tuple[int, ...]) -> int:
 
 
 def _iota_groups(shape: tuple[int, ...], dims: tuple[int, ...], order: tuple[int, ...]) -> Groups:
+    if not shape:
+        return Groups(None, (), (), None)
     size = shape[-1]
     order = order or tuple(range(len(dims)))
     devices = _product(dims)
@@ -209,7 +204,7 @@ def mesh_members(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tu
 
 def permute_ring(value: str) -> int | None:
     """Return the most devices that a `source_target_pairs=` value links together; 1 when all pairs stay put."""
-    pairs = [(int(a), int(b)) for a, b in re.findall(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}", value)]
+    pairs = [(int(a), int(b)) for a, b in re.findall(r"\{\s*(\d{1,18})\s*,\s*(\d{1,18})\s*\}", value)]
     if not pairs:
         return None
     parent: dict[int, int] = {}

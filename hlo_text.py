@@ -28,14 +28,21 @@ _PLAIN = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*[^\s(]\S*[ ]+([a
 _TUPLE_HEAD = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*(?=\()")
 _OPCODE = re.compile(r"[)}][ ]+([a-z][a-z0-9\-]*)\(")
 # `%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {`, `ENTRY test {`, `wide.body {`
-_HEADER = re.compile(r"[ \t]*(ENTRY[ \t]+)?%?([^\s=(){},]+)[ \t]*(\(.*\)[ \t]*->[ \t]*.*)?\{[ \t]*$", re.DOTALL)
-_HEADER_START = re.compile(r"[ \t]*(?:ENTRY[ \t]+)?%?[^\s=(){},\"]+[ \t]*\([^=]*$")
+_HEADER_NAME = re.compile(r"[ \t]*(ENTRY[ \t]+)?%?([^\s=(){},\"]+)[ \t\n]*(?=[({])")
 _MODULE = re.compile(r"HloModule[ \t]+([^\s,]+)")
 _ASSIGNS = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?[^\s=(){},\"]+[ ]+=[ ]")
 _THREAD = re.compile(r"\bexecution_thread=\"([^\"]*)\"")
-_STRING_OR_BRACKET = re.compile(r"\"[^\"\\]*(?:\\.[^\"\\]*)*\"|/\*.*?\*/|[()\[\]{},]", re.DOTALL)
-_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-_MAX_WRAPPED_LINES = 400  # of one instruction or header in hand-written text; bounds the time on broken files
+# Quantifiers are possessive, so that cut-off quotes and comments cost no more than whole ones.
+_STRING_OR_BRACKET = re.compile(r"\"[^\"\\]*+(?:\\.[^\"\\]*+)*+(?:\"|\Z)|/\*[^*]*+\*/|[()\[\]{},]", re.DOTALL)
+_COMMENT = re.compile(r"/\*[^*]*+\*/")
+_MAX_WRAPPED_LINES = 400  # of one instruction in hand-written text, and
+_MAX_HEADER_LINES = 20  # of a header: they bound the time on broken files
+_MAX_DIGITS = 18  # a longer number is no size, count or position
+
+
+def number(text: str) -> int | None:
+    """Return a plain decimal number of sensible length, or None."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 class Computation:
@@ -108,7 +115,7 @@ class Module:
         return self.counts.get(key, 1) if self.counts else None
 
 
-_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d{1,18})\b")
 
 
 def read_modules(text: str, source: str) -> list[Module]:
@@ -143,9 +150,12 @@ class _Reader:
         self.open: Computation | None = None
         self.pending: list[str] = []  # lines of an instruction or header that is not complete yet
         self.pending_line = 0
+        self.wrapped: _Balance | None = None  # brackets of the last instruction, once lines continue it
+        self.wrapped_lines = 0
+        self.broken: Computation | None = None  # holds a bracket that never closes: look no further in it
 
     def run(self, text: str) -> None:
-        plain, names = _PLAIN.match, {}
+        plain, known = _PLAIN.match, {}
         lines = text.split("\n")
         del text
         number, total = 0, len(lines)
@@ -153,26 +163,27 @@ class _Reader:
             line = lines[number]
             number += 1
             here = self.open
-            if here is not None and not self.pending:
-                match = plain(line)
-                if match is not None:
-                    is_root, name, opcode = match.groups()
-                else:
-                    found = _tuple_instruction(line)
-                    if found is None:
-                        number = self._other(lines, number - 1)
-                        continue
-                    is_root, name, opcode = found
-                if is_root:
-                    here.root = len(here.names)
-                here.names.append(name)
-                here.opcodes.append(names.setdefault(opcode, opcode))
-                here.texts.append(line)
-                here.lines.append(number)
-                if line[-1] in '{([" ':
-                    number = self._until_balanced(lines, number)
-            else:
+            if here is None or self.pending:
                 number = self._other(lines, number - 1)
+                continue
+            match = plain(line)
+            if match is not None:
+                is_root, name, opcode = match.groups()
+            else:
+                found = _tuple_instruction(line)
+                if found is None:
+                    number = self._other(lines, number - 1)
+                    continue
+                is_root, name, opcode = found
+            if is_root:
+                here.root = len(here.names)
+            here.names.append(name)
+            here.opcodes.append(known.setdefault(opcode, opcode))
+            here.texts.append(line)
+            here.lines.append(number)
+            self.wrapped = None
+            if line[-1] in '{([" ' and here is not self.broken:
+                number = self._until_balanced(lines, number)
         self._give_up_pending()
 
     def _other(self, lines: list[str], at: int) -> int:
@@ -187,48 +198,55 @@ class _Reader:
         if here is None:
             self._outside(line, at)
         elif self.pending:
-            self._pending_more(line, at)
+            self._pending_more(line)
         elif bare[0] == "}" and self._last_is_closed(here):
             here.closed, self.open = True, None
             thread = _THREAD.search(bare)
             here.thread = thread[1] if thread else ""
-        elif _HEADER.match(line) and "=" not in line.split("(", 1)[0]:
+        elif bare[-1] == "{" and _header(line) and (self._last_is_closed(here) or _is_top_header(line)):
             self.open = None  # the one before was cut off
             self._outside(line, at)
         elif _ASSIGNS.match(line) and self._last_is_closed(here):
             self.pending, self.pending_line = [line], at + 1
         elif here.texts:
-            if not self._last_is_closed(here):
-                here.texts[-1] += "\n" + line
-                return self._until_balanced(lines, at + 1)
-            here.texts[-1] += "\n" + line
+            return self._continue(here, lines, at)
         return at + 1
 
+    def _continue(self, here: Computation, lines: list[str], at: int) -> int:
+        """Line `at` continues the last instruction; return the next line to read."""
+        if self._last_is_closed(here) or here is self.broken:
+            if self.wrapped_lines < _MAX_WRAPPED_LINES:
+                here.texts[-1] += "\n" + lines[at]
+            self.wrapped_lines += 1
+            self._balance(here).feed("\n" + lines[at])
+            return at + 1
+        return max(self._until_balanced(lines, at), at + 1)
+
     def _module(self, lines: list[str], at: int) -> int:
-        header = [lines[at].strip()]
+        header, first = [lines[at].strip()], at
         self.open = None
         at += 1
-        while at < len(lines) and lines[at][:1] in (" ", "\t") and not _HEADER.match(lines[at]):
-            if "=" not in lines[at] or len(header) > _MAX_WRAPPED_LINES:
+        while at < len(lines) and lines[at][:1] in (" ", "\t") and "=" in lines[at] and not _header(lines[at]):
+            if len(header) > _MAX_WRAPPED_LINES:
                 break
             header.append(lines[at].strip())
             at += 1
         text = " ".join(header)
         name = _MODULE.match(text)
-        self.modules.append(Module(name[1] if name else "", at, text))
+        self.modules.append(Module(name[1] if name else "", first + 1, text))
         return at
 
     def _outside(self, line: str, at: int) -> None:
         """A line between computations: a header, part of one, a table row or noise."""
         text = "\n".join((*self.pending, line)) if self.pending else line
-        header = _HEADER.match(text)
+        header = _header(text)
         if header is not None:
             self.pending = []
-            self._open(Computation(header[2], bool(header[1]), at + 1))
-        elif self.pending or _HEADER_START.match(line):
-            self.pending = [*self.pending, line] if len(self.pending) < _MAX_WRAPPED_LINES else []
-            if text.count("(") <= text.count(")") and "{" not in text and "->" not in text:
-                self.pending = []
+            self._open(Computation(header[1], header[0], at + 1))
+            return
+        begins = _HEADER_NAME.match(text)
+        wanted = begins is not None and " = " not in text and text.rstrip()[-1:] in ("(", ",", ")", "]", ">")
+        self.pending = [*self.pending, line] if wanted and len(self.pending) < _MAX_HEADER_LINES else []
 
     def _open(self, computation: Computation) -> None:
         if not self.modules:
@@ -236,9 +254,9 @@ class _Reader:
         module = self.modules[-1]
         module.computations.append(computation)
         module.by_name.setdefault(computation.name, computation)
-        self.open = computation
+        self.open, self.wrapped = computation, None
 
-    def _pending_more(self, line: str, at: int) -> None:
+    def _pending_more(self, line: str) -> None:
         """An instruction whose shape is wrapped over several lines."""
         here = self.open
         assert here is not None
@@ -252,7 +270,7 @@ class _Reader:
             here.opcodes.append(found.opcode)
             here.texts.append(text)
             here.lines.append(self.pending_line)
-            self.pending = []
+            self.pending, self.wrapped = [], None
         elif len(self.pending) > _MAX_WRAPPED_LINES or line.strip() == "}":
             self._give_up_pending()
 
@@ -266,37 +284,58 @@ class _Reader:
         self.pending = []
 
     def _until_balanced(self, lines: list[str], at: int) -> int:
-        """Join lines to the last instruction until its brackets and quotes close; return the next line to read."""
+        """Join lines to the last instruction until its brackets and quotes close; return the next line to read.
+
+        A bracket that never closes swallows nothing: reading goes on behind the line that opened it.
+        """
         here = self.open
         assert here is not None
-        state = _Balance()
-        state.feed(here.texts[-1])
+        state = self._balance(here)
         parts, begin = [here.texts[-1]], at
-        while not state.closed and at < len(lines):
-            if at - begin > 100_000 or lines[at].startswith(("HloModule ", "ENTRY ")) or _is_top_header(lines[at]):
-                break
+        while not state.closed and at < len(lines) and not _is_top_header(lines[at]):
             state.feed("\n" + lines[at])
             parts.append(lines[at])
             at += 1
         if not state.closed:
-            return begin  # a cut or broken line: read on from it, it swallows nothing
+            self.broken, self.wrapped = here, None
+            return begin
         here.texts[-1] = "\n".join(parts)
         return at
 
-    @staticmethod
-    def _last_is_closed(here: Computation) -> bool:
-        if not here.texts:
+    def _balance(self, here: Computation) -> _Balance:
+        """Return the brackets of the last instruction as read so far."""
+        if self.wrapped is None:
+            self.wrapped, self.wrapped_lines = _Balance(), 0
+            self.wrapped.feed(here.texts[-1])
+        return self.wrapped
+
+    def _last_is_closed(self, here: Computation) -> bool:
+        if not here.texts or here is self.broken:
             return True
-        text = here.texts[-1]
-        if text.count("{") == text.count("}") and text.count("(") == text.count(")"):
-            return True
-        state = _Balance()
-        state.feed(text)
-        return state.closed
+        if self.wrapped is None:
+            text = here.texts[-1]
+            if text.count("{") == text.count("}") and text.count("(") == text.count(")"):
+                return True
+        return self._balance(here).closed
+
+
+def _header(text: str) -> tuple[bool, str] | None:
+    """Return (is the entry, name) when a text opens a computation, else None."""
+    bare = text.rstrip()
+    if bare[-1:] != "{":
+        return None
+    match = _HEADER_NAME.match(bare)
+    if match is None or match[2] in ("ROOT", "HloModule"):
+        return None
+    rest = bare[match.end() : -1].strip()
+    return (bool(match[1]), match[2]) if not rest or rest[0] == "(" and "->" in rest else None
 
 
 def _is_top_header(line: str) -> bool:
-    return line[:1] not in (" ", "\t", "}", "") and line.endswith("{") and bool(_HEADER.match(line))
+    """Whether a line begins a module or computation even when a bracket before it is still open."""
+    if line[:1] in (" ", "\t", "}", ""):
+        return False
+    return line.startswith("HloModule ") or (_header(line) is not None and ("->" in line or line.startswith("ENTRY ")))
 
 
 class _Balance:
@@ -309,9 +348,9 @@ class _Balance:
         position, size = 0, len(piece)
         while position < size:
             if self.quoted:
-                match = _QUOTE_END.match(piece, position)
-                position = match.end() if match else size
-                self.quoted = not (match and match[0].endswith('"'))
+                end = _QUOTED.match(piece, position).end()  # type: ignore[union-attr]  # matches the empty string
+                self.quoted = piece[end : end + 1] != '"'
+                position = end + 1  # behind the quote, or behind a backslash that ends the piece
                 continue
             match = _QUOTE_OR_BRACKET.search(piece, position)
             if match is None:
@@ -327,7 +366,7 @@ class _Balance:
         return self.depth <= 0 and not self.quoted
 
 
-_QUOTE_END = re.compile(r"[^\"\\]*(?:\\.[^\"\\]*)*\"?", re.DOTALL)
+_QUOTED = re.compile(r"[^\"\\]*+(?:\\.[^\"\\]*+)*+", re.DOTALL)
 _QUOTE_OR_BRACKET = re.compile(r"[\"()\[\]{}]")
 
 
@@ -439,7 +478,7 @@ def _read_operands(computation: Computation, at: int) -> list[Ref]:
                 word = word[1:]
             if "#" in word:
                 name, _, element = word.partition("#")
-                found.append(Ref(name, int(element) if element.isdigit() else None))
+                found.append(Ref(name, number(element)))
             else:
                 found.append(Ref(word, None))
     return found
@@ -452,10 +491,7 @@ _INDEX = re.compile(r"\), index=(\d+)")
 def element_index(computation: Computation, at: int) -> int | None:
     """Return the `index=` of a get-tuple-element."""
     found = _INDEX.search(computation.texts[at])
-    if found:
-        return int(found[1])
-    index = attributes(computation, at).get("index", "")
-    return int(index) if index.isdigit() else None
+    return number(found[1] if found else attributes(computation, at).get("index", ""))
 
 
 def literal(computation: Computation, at: int) -> str:
@@ -538,6 +574,6 @@ def shape_of_ref(computation: Computation, ref: Ref) -> Shape | None:
     shape = shape_of(computation, at)
     if ref.element is None:
         return shape
-    if isinstance(shape, Array) or ref.element >= len(shape):
+    if isinstance(shape, Array) or not 0 <= ref.element < len(shape):
         return None
     return shape[ref.element]

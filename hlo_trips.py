@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PASS_ON = frozenset(
     "bitcast copy opt-barrier optimization-barrier add-dependency".split()
 )  # the value is the operand's
-_MAX_STEPS = 400  # a trip count is read through at most this many instructions
+_MAX_STEPS = 150  # a trip count is read through at most this many instructions; real ones need a dozen
 
 
 class Line(NamedTuple):
@@ -139,18 +139,18 @@ class TripReader:
 
     def _parameter(self, where: Computation, at: int, ref: Ref, frame: Frame | None) -> Line | None:
         """A fusion's parameter is its operand; a loop's is the carried element itself."""
-        number = hlo_text.literal(where, at)
         if frame is not None:
+            place = hlo_text.number(hlo_text.literal(where, at))
             refs = hlo_text.operands(frame.computation, frame.at)
-            if not number.isdigit() or int(number) >= len(refs):
+            if place is None or place >= len(refs):
                 return None
-            given = refs[int(number)]
+            given = refs[place]
             inner = Ref(given.name, given.element if ref.element is None else ref.element)
             return self._value(frame.computation, inner, frame.outer)
         return None if ref.element is None else Line(ref.element, 1, 0)
 
 
-_INTEGER = re.compile(r"-?\d+$")
+_INTEGER = re.compile(r"-?[0-9]{1,18}$")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
