@@ -55,6 +55,8 @@ __all__ = [
     "build_micro_batch",
     "check_batch",
     "check_load",
+    "check_specs",
+    "expected_arrays",
     "gradient_share",
     "load_npz",
     "measure_load",
