@@ -6,8 +6,8 @@ own probe, and what the trainer waits for. Each block gets exact counts per shar
 experts, one after another, are cut into top_k slots of n tokens; no run is longer than n, so no token meets an expert
 twice, and a ratio below what chance would give is met like any other. Padding is routed too: an unset (-1) token goes
 to the model's own router or to no expert, so that the trainer would feel another ratio than the one asked for;
-`RoutingSpec.leave_unset` leaves padding and the last token of a sequence at -1, as Tunix's assemblers do. tests/test_routing_felt.py
-compares both with MaxText's probes.
+`RoutingSpec.leave_unset` leaves padding and the last token of a sequence at -1, as Tunix's assemblers do.
+tests/test_routing_felt.py compares both with MaxText's probes.
 
 Routing SPEC:
   uniform        the noise of uniform random top-k; nothing is calibrated, the load is still measured
