@@ -564,6 +564,14 @@ def flag_items(argv: list[str]) -> list[tuple[str, str | None]]:
     return [(name, value if equals else None) for name, equals, value in (word.partition("=") for word in argv)]
 
 
+_LIST_TOKEN = re.compile(r"(?:\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+")
+
+
+def list_tokens(text: str) -> list[str]:
+    """Split a list such as MAXTEXT_EXTRA_FLAGS at its blanks, but not those in a `$(command)` that bash is to run."""
+    return _LIST_TOKEN.findall(text)
+
+
 def key_values(text: str) -> list[tuple[str, str]]:
     """Return the `key=value` tokens of a MAXTEXT_EXTRA_FLAGS string in order, duplicates kept.
 

@@ -28,6 +28,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,6 @@ from launch_render import (
     Render,
     Word,
     client_containers,
-    key_values,
     parse_client,
     read_render,
     script_role,
@@ -68,6 +68,7 @@ from render_edit import (
     CHECKPOINT_FLAG,
     CHECKPOINT_KEYS,
     GANG_LABEL,
+    OUTPUT_FLAG,
     QUEUE_LABEL,
     RUN_FLAGS,
     WORKER_CONTAINER,
@@ -75,6 +76,7 @@ from render_edit import (
     Plan,
     Trainer,
     flag_of,
+    output_directory,
     trainer_words,
 )
 from render_slice import Slice, mesh_devices, parse_slice
@@ -110,7 +112,7 @@ class _EditAction(argparse.Action):
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(
-        prog="render_bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=TOOL, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--launch-render", metavar="FILE|-", default=os.environ.get("LAUNCH_RENDER"), help="default: $LAUNCH_RENDER")
@@ -168,8 +170,19 @@ def _add_driver_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Render a bench; return the exit status."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(_join_dashes(sys.argv[1:] if argv is None else argv))
     return run_tool(TOOL, lambda: _run(args))
+
+
+def _join_dashes(argv: Sequence[str]) -> list[str]:
+    """Let `--libtpu --xla_flag=1` be written as it is: argparse would take the value for an option of its own."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and re.fullmatch(r"--(libtpu|trainer-arg|orch-arg)(-unset)?", joined[-1]) and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -185,16 +198,13 @@ def _run(args: argparse.Namespace) -> int:
     document = render_edit.render(trainer, orch_argv, plan)
     text = kube_yaml.dump(document)
     changes = render_check.changes(trainer, orch_argv, plan, text)
-    if not args.quiet:
-        for note in launch.notes:
-            complain(TOOL, note)
-        _summarise(trainer, plan, changes)
-    for line in warnings(trainer, plan, document, changes):
-        complain(TOOL, line)
     if args.out and args.out != "-":
         write_whole(args.out, text)
     else:
         emit(text)
+    lines = [] if args.quiet else [*launch.notes, *summary(trainer, plan, changes)]
+    for line in lines + warnings(trainer, plan, document, changes):
+        complain(TOOL, line)
     return EXIT_OK
 
 
@@ -508,6 +518,9 @@ def check_trainer(trainer: Trainer, plan: Plan) -> None:
             where=trainer.document.where,
             todo="render a launch with TRAINER_BACKEND=maxtext",
         )
+    original = trainer.client.flags.get(OUTPUT_FLAG)
+    if original and output_directory(trainer.client, plan).rstrip("/") == original.rstrip("/"):
+        raise BenchError(f"--output-directory {original} is the launch's own", todo="choose another")
     touched = plan.slice is not None or any(edit.key.startswith(("mesh_", "ici_")) for edit in plan.edits)
     problem = mesh_problem(trainer, plan)
     if touched and problem:
@@ -518,7 +531,8 @@ def mesh_problem(trainer: Trainer, plan: Plan) -> str | None:
     """Return why the mesh of the bench does not fit its slice; None where it does, or where that is unknown."""
     words = trainer_words(trainer.client, plan)
     flags = {f"--{flag_of(word)}": word.value.partition("=")[2] for word in words}
-    keys = {key: value for key, value in key_values(trainer.client.env.get("MAXTEXT_EXTRA_FLAGS", ""))}
+    extra = trainer.client.env.get("MAXTEXT_EXTRA_FLAGS", "").split()
+    keys = {key: value for key, _, value in (token.partition("=") for token in extra)}
     for edit in plan.of_kind("maxtext"):
         keys.pop(edit.key, None)
         if not edit.unset:
@@ -540,15 +554,19 @@ def mesh_problem(trainer: Trainer, plan: Plan) -> str | None:
 # --- what is said on stderr -----------------------------------------------------------------------
 
 
-def _summarise(trainer: Trainer, plan: Plan, changes: Sequence[Change]) -> None:
+def summary(trainer: Trainer, plan: Plan, changes: Sequence[Change]) -> list[str]:
+    """Return the changes as lines: what, old -> new."""
     size = sum(len(text.encode()) for text in plan.files.values()) / 1024
-    lines = [f"{plan.name}: the trainer {trainer.document.name} ({trainer.document.where}) with {len(changes)} changes"]
-    lines.append(f"  client command: the launcher's -> bench_driver.py ({len(plan.files)} files, {size:.0f} KiB)")
+    others = len(plan.files) - 1
+    lines = [
+        f"{plan.name}: the trainer {trainer.document.name} ({trainer.document.where}), {len(changes)} changes",
+        f"  client command: the launcher's -> {bench_script.DRIVER_FILE} and {others} other files, {size:.1f} KiB",
+    ]
     for change in changes:
-        old, new = (("(absent)" if value is None else value) for value in (change.old, change.new))
-        lines.append(f"  {change.where}: {_cut(old)} -> {_cut('(removed)' if change.new is None else new)}")
-    for line in lines:
-        complain(TOOL, line)
+        old = "(absent)" if change.old is None else change.old
+        new = "(removed)" if change.new is None else change.new
+        lines.append(f"  {change.where}: {_cut(old)} -> {_cut(new)}")
+    return lines
 
 
 def _cut(text: str) -> str:

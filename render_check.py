@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import bench_script
 from bench_common import BenchError, mask
-from launch_render import Client, Word, flag_items, parse_client, read_render
+from launch_render import Client, Word, client_containers, flag_items, list_tokens, parse_client, read_render
 from render_edit import (
     CHECKPOINT_FLAG,
     CHECKPOINT_KEYS,
@@ -72,8 +72,9 @@ def changes(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan, text: str) 
     _require(len(documents) == 1, "the output is not one document")
     bench = documents[0].data
     path = (*trainer.client.path[:-1], 0) if plan.sidecars_init else trainer.client.path
-    container = at(bench, path)
-    client = parse_client(container, path, container["command"][-1], "the rendered JobSet")
+    clients = list(client_containers(documents[0]))
+    _require([place for place, *_ in clients] == [path], "the client is not in its place")
+    client = parse_client(clients[0][1], path, clients[0][2], "the rendered JobSet")
     old = _flatten(trainer.document.data, trainer.client.path if plan.sidecars_init else None)
     new = _flatten(bench, None)
     found = _document_changes(old, new, trainer, plan)
@@ -263,7 +264,7 @@ def _libtpu_held(flat: Flat, client: Client) -> dict[str, dict[str, Any]]:
 
 
 def _flag_map(text: Any) -> dict[str, str | None]:
-    return {name.lstrip("-"): value for name, value in flag_items(str(text).split())}
+    return {name.lstrip("-"): value for name, value in flag_items(list_tokens(str(text)))}
 
 
 def _wanted_libtpu(carrier: str, held: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Any]:

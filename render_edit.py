@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import bench_script
 from bench_common import BenchError, is_secret
-from launch_render import Client, Document, Word, kube_escape, walk
+from launch_render import Client, Document, Word, kube_escape, list_tokens, walk
 from render_slice import Slice, set_slice
 
 GANG_LABEL = "scheduling.x-k8s.io/gang-id"
@@ -308,9 +308,6 @@ def maxtext_raw(client: Client, plan: Plan) -> str | None:
     return edit_tokens(word, edits, lambda edit: f"{edit.key}={edit.value}") if edits else None
 
 
-_LIVE_TOKEN = re.compile(r"(?:\$\([^)]*\)|\$\{[^}]*\}|`[^`]*`|\S)+")
-
-
 def edit_tokens(word: Word | None, edits: Iterable[Edit], write: Callable[[Edit], str]) -> str:
     """Return the shell text of a blank-separated list with the edits applied; what is live in it stays as written."""
 
@@ -329,7 +326,7 @@ def edit_tokens(word: Word | None, edits: Iterable[Edit], write: Callable[[Edit]
         )
     quote, text = match.groups()
     escape = (lambda t: re.sub(r'(["\\`$])', r"\\\1", t)) if quote == '"' else (lambda t: t.replace("'", "'\"'\"'"))
-    tokens = edit_list(_LIVE_TOKEN.findall(text), edits, key_of, lambda edit: kube_escape(escape(write(edit))))
+    tokens = edit_list(list_tokens(text), edits, key_of, lambda edit: kube_escape(escape(write(edit))))
     return quote + " ".join(tokens) + quote
 
 
