@@ -29,6 +29,7 @@ GAP_BYTES = 64 * 2**10  # how much of the text after a marked line is kept to lo
 LONGEST_LINE_BYTES = 2**20  # a longer line without a line end is cut: it is no log line
 OTHER_FORMS_BYTES = 16 * 2**20  # a result JSON or a key=value file is far smaller
 BLOCK_REACH_LINES = 50_000  # a key this far behind its block belongs to another one
+NEVER_LOGGED = ("hf_access_token",)  # KEYS_NO_LOGGING of MaxText's pyconfig; a result JSON has it, masked
 MAX_BLOCKS = 1024  # 128 hosts x 8 restarts; bounds the memory
 
 
@@ -307,7 +308,9 @@ def _read(stream: BinaryIO, source: str) -> ConfigLog:
     entries = (e for number, raw, gap in marked_lines(stream, head) if (e := _entry(number, raw, gap)))
     blocks, last = _blocks(entries, source)
     if not blocks:
-        return _one_block(_key_values(head, source), source)
+        last_line = head.rstrip().rpartition(b"\n")[2]  # the driver's output ends with its result
+        values = _json_values(last_line, source) if last_line.startswith(b"{") else None
+        return _one_block(values or _key_values(head, source), source)
     notes = []
     cut = last.key if last and not last.ended else None
     if cut:
@@ -324,10 +327,10 @@ def _json_values(data: bytes, source: str) -> dict[str, str] | None:
         document = json.loads(data)
     except ValueError:
         return None  # a log that happens to start with a brace
-    config = document.get("config")
+    config = document.get("config") if isinstance(document, dict) else None
     if not isinstance(config, dict) or not config:
         raise BenchError("a JSON document without a config", where=source, todo="give a bench result (trainer-bench/1)")
-    return {str(key): as_logged(value) for key, value in config.items()}
+    return {str(key): as_logged(value) for key, value in config.items() if key not in NEVER_LOGGED}
 
 
 def as_logged(value: Any) -> str:

@@ -429,8 +429,9 @@ def _item_lines(item: dict[str, Any]) -> list[str]:
             head, body = f"{head}  {change}", []
         elif len(change) > 67:
             body = _two_lines(left, right)
-    allowed = item.get("allowed")
-    return [head, *body, *([f"             allowed: {allowed}"] if allowed else [])]
+    indent, allowed = " " * 13, item.get("allowed")
+    reason = textwrap.wrap(f"allowed: {allowed}", 80, initial_indent=indent, subsequent_indent=indent)
+    return [head, *body, *(reason if allowed else [])]
 
 
 def _two_lines(left: str, right: str) -> list[str]:

@@ -355,7 +355,12 @@ def _entry_lines(entry: dict[str, Any], step: str, diffs: dict[str, str]) -> lis
         body = _two_lines(left, right)
     why = entry["noise"] or ""
     body += [f"               {why}: no effect"] if why else []
-    return head.rstrip(), *body, *([f"               allowed: {entry['allowed']}"] if entry["allowed"] else [])
+    return [head.rstrip(), *body, *_reason_lines(entry["allowed"])]
+
+
+def _reason_lines(reason: str | None) -> list[str]:
+    indent = " " * 15
+    return textwrap.wrap(f"allowed: {reason}", 80, initial_indent=indent, subsequent_indent=indent) if reason else []
 
 
 def _value(entry: dict[str, Any], side: str) -> str | None:

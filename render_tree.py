@@ -22,7 +22,9 @@ from typing import Any
 
 from bench_common import BenchError, mask
 from launch_render import (
+    DRIVER_FILE,
     HEREDOC_MARKER,
+    RUNTIME_MODULE,
     Client,
     Document,
     Render,
@@ -122,21 +124,14 @@ _MAXTEXT_VARIABLES = ("MAXTEXT_EXTRA_FLAGS",)
 class _Context:
     """What the walk over one document needs to know."""
 
-    clients: Mapping[int, Client]  # by id() of the container
+    where: str  # how messages name the document
+    notes: list[str]
     as_trainer: bool  # a bench's TRAINER_ARGV and ORCH_ARGV stand where a launch has them
 
 
 def document_tree(document: Document, notes: list[str], as_trainer: bool = False) -> Map:
     """Return a Kubernetes object as a tree. Commands that cannot be taken apart stay text, with a note."""
-    clients: dict[int, Client] = {}
-    for path, container, script in client_containers(document):
-        try:
-            clients[id(container)] = parse_client(container, path, script, document.where)
-        except BenchError as error:
-            notes.append(f"{error}; compared as text")
-    tree = _tree(document.data, _Context(clients, as_trainer))
-    assert isinstance(tree, Map)  # a document is a mapping
-    return tree
+    return _mapping(document.data, _Context(document.where, notes, as_trainer))
 
 
 def _tree(value: Any, context: _Context, name: str = "") -> Node:
@@ -153,7 +148,7 @@ def _mapping(value: dict[Any, Any], context: _Context) -> Map:
         if key in _CONTAINER_LISTS and isinstance(item, list):
             continue
         if key == "command" and isinstance(item, list):
-            children["command"] = _command(item, context.clients.get(id(value)), context)
+            children["command"] = _command(item, value, context)
         elif key == "args" and isinstance(item, list) and all(isinstance(arg, str) for arg in item):
             children["args"] = flag_map(item, "arg")
         else:
@@ -300,11 +295,16 @@ def _variable(name: str, value: str, live: bool = False) -> Node:
 _HEREDOC_BODY = re.compile(rf"(<<'({HEREDOC_MARKER}\w*)'[^\n]*)\n.*?^\2$", re.MULTILINE | re.DOTALL)
 
 
-def _command(words: list[Any], client: Client | None, context: _Context) -> Node:
-    if client is not None:
-        return _client(client, words, context.as_trainer)
-    if len(words) >= 2 and isinstance(words[-1], str) and "\n" in words[-1]:
-        return Map({"shell": Leaf([str(word) for word in words[:-1]]), **script_parts(words[-1])})
+def _command(words: list[Any], container: dict[str, Any], context: _Context) -> Node:
+    script = words[-1] if words and isinstance(words[-1], str) else ""
+    if RUNTIME_MODULE in script or DRIVER_FILE in script:
+        try:
+            client = parse_client(container, (), script, context.where)
+            return _client(client, words, context.as_trainer)
+        except BenchError as error:
+            context.notes.append(f"{error}; compared as text")
+    if len(words) >= 2 and "\n" in script:
+        return Map({"shell": Leaf([str(word) for word in words[:-1]]), **script_parts(script)})
     return Leaf(list(words)) if all(not isinstance(word, dict | list) for word in words) else Leaf(str(words))
 
 
@@ -424,8 +424,9 @@ def roles(document: Document) -> list[str]:
 
 def find_trainer(render: Render) -> Document | None:
     """Return the one document that runs the trainer or its bench; None where there is none or more than one."""
-    found = [document for document in render.documents if {"trainer", "bench"} & set(roles(document))]
-    return found[0] if len(found) == 1 else None
+    found = (document for document in render.documents if {"trainer", "bench"} & set(roles(document)))
+    first, second = next(found, None), next(found, None)
+    return first if second is None else None
 
 
 def trainer_tree(render: Render, notes: list[str]) -> Map:

@@ -175,11 +175,12 @@ def test_pieces_of_any_size_read_the_same(monkeypatch, chunk):
 
 
 def test_reads_a_bench_result_and_key_values(files):
-    config = {"a": 1, "b": True, "c": None, "d": ["x", 2.5], "e": "text"}
+    config = {"a": 1, "b": True, "c": None, "d": ["x", 2.5], "e": "text", "hf_access_token": "***"}
     result = json.dumps({"schema": "trainer-bench/1", "config": config})
+    output = f"[TrainerBench] step 1: 3.2 s\n{result}\n"
     lines = "# asked\n\na=1\nb=True c=None\nd=['x', 2.5]\ne=text\n"
     expected = {"a": "1", "b": "True", "c": "None", "d": "['x', 2.5]", "e": "text"}
-    assert [values_of(path) for path in files(result, lines)] == [[expected], [expected]]
+    assert [values_of(path) for path in files(result, output, lines)] == [[expected]] * 3
 
 
 class Endless(io.RawIOBase):

@@ -6,7 +6,9 @@ and its bench written by hand; what differs between them is written out below by
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 import json
 import pathlib
@@ -19,8 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import allow_list
 import diff_render
 import launch_render
+import render_bench
 import render_tree
 from diff_render import main
 from render_tree import Leaf, Map, flag_map, plain
@@ -407,6 +411,68 @@ def test_allow(run, run_json, files):
     assert code == 1 and "stale allowances (1)" in out and ":10: nothing" in out
     code, out, _ = run(LAUNCH, BENCH, "--allow", files(more.replace("from: 2", "from: 3"))[0])
     assert code == 1
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory):
+    """Render the bench of each launch there is, with a small driver; return (launch, function of more options)."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "bench_driver.py").write_text('"""A stand-in."""\n')
+
+    @functools.cache
+    def render(launch, *options):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            argv = ["--launch-render", str(launch), "--name", "bench-x", "--driver", str(folder / "bench_driver.py")]
+            assert render_bench.main([*argv, *options]) == 0, err.getvalue()
+        return out.getvalue()
+
+    return render
+
+
+ALLOW_BENCH = ROOT / "examples" / "allow_bench.yaml"
+LAUNCHES = [*sorted((ROOT / "examples").glob("launch_*.yaml")), *sorted((ROOT / "tests/fixtures").glob("launch_*"))]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda path: path.stem)
+def test_a_launch_and_its_bench_differ_in_what_is_allowed(run, run_json, files, benches, launch):
+    """examples/allow_bench.yaml says the truth, whole: nothing beyond it, nothing stale in it."""
+    code, document, _ = run_json(launch, *files(benches(launch)), "--allow", ALLOW_BENCH)
+    assert [c for c in document["changes"] if not c["allowed"]] == []
+    text = run(launch, *files(benches(launch)), "--allow", ALLOW_BENCH)[1]
+    assert max(len(line) for line in text.splitlines() if not line.startswith("      | ")) <= 80
+    assert code == 0 and document["counts"]["allowed"] >= 10 and document["stale_allowances"] == []
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda path: path.stem)
+def test_every_knob_of_the_renderer_is_seen(run_json, files, benches, launch):
+    """Each thing asked of render_bench is reported, at every place it changed, and nothing else is."""
+    options = "--maxtext new_knob=7 --trainer-arg mini_batch_size=5 --orch-arg beta=0.25 --env SOME_NAME=x --image i:2"
+    _, document, _ = run_json(launch, *files(benches(launch, *options.split())), "--allow", ALLOW_BENCH)
+    found = {c["path"].rpartition("/")[2]: c["b"] for c in document["changes"] if not c["allowed"]}
+    if "MAXTEXT_EXTRA_FLAGS" in found:  # the launch has none: the whole variable is new
+        found |= found.pop("MAXTEXT_EXTRA_FLAGS")
+    assert found == {"new_knob": "7", "--mini_batch_size": "5", "--beta": "0.25", "SOME_NAME": "x", "image": "i:2"}
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.data())
+def test_a_flag_changed_behind_the_renderer_is_seen(benches, data):
+    """Change one flag of a bench by hand: under the allow list exactly that one difference is left."""
+    launch = data.draw(st.sampled_from(LAUNCHES))
+    text = launch.read_text()
+    bench = benches(launch)
+    argv = bench[bench.index("TRAINER_ARGV=") :]
+    start, end = bench.index("TRAINER_ARGV="), bench.index("TRAINER_ARGV=") + argv.index("BENCH_INPUT_SHA256")
+    flags = [m for m in FLAG.finditer(bench, start, end) if m[1] and m[2] not in ("process_main", "worker_id")]
+    match = data.draw(st.sampled_from(flags))
+    edited = bench[: match.end()] + "9x" + bench[match.end() :]
+    allowed = allow_list.load_allow_list(str(ALLOW_BENCH))
+    changes = changes_between(text, edited, "trainer")
+    left = [c for c in changes if not allowed.reason(render_tree.path_text(c.path), c.kind, c.a, c.b)]
+    covered = match[2] in ("maxtext_output_directory", "checkpoint_save_interval_steps")
+    names = [c.path[-1].partition(" (overridden")[0] for c in left]
+    assert names == ([f"--{match[2]}"] if not covered or names else [])
 
 
 # --- secrets -------------------------------------------------------------------------------------
