@@ -51,6 +51,7 @@ _KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})
 _THREAD = re.compile(r'async_execution_thread="([^"]*)"')
 _CALLEE = re.compile(r", calls=%?([^\s,{}]+)")
 _CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
+MAX_COUNT = 1 << 100  # more executions, bytes or operations than that are nonsense
 _MAX_DEPTH = 150  # of computations inside computations; real modules stay under 20
 MAX_HOPS = 64  # from a done back to its start; real ones need a tuple element, a fusion or two and an update
 
@@ -72,14 +73,14 @@ class Cover(NamedTuple):
         return Cover(a + f, b + g, c + h, d + i, e + j)
 
     def times(self, count: int) -> Cover:
-        return Cover(*(value * count for value in self))
+        return Cover(*(min(value * count, MAX_COUNT) for value in self))
 
 
 NOTHING = Cover()
 
 
 class Times(NamedTuple):
-    """How often per step: at least `low`, at most `high`; high None is unknown."""
+    """How often, or how much, per step: at least `low`, at most `high`; high None is unknown."""
 
     low: int
     high: int | None
@@ -88,11 +89,16 @@ class Times(NamedTuple):
         if 0 in (self.high, other.high):
             return Times(0, 0)
         high = None if self.high is None or other.high is None else self.high * other.high
-        return Times(self.low * other.low, high)
+        return _sane(self.low * other.low, high)
 
     def plus(self, other: Times) -> Times:
         high = None if self.high is None or other.high is None else self.high + other.high
-        return Times(self.low + other.low, high)
+        return _sane(self.low + other.low, high)
+
+
+def _sane(low: int, high: int | None) -> Times:
+    """Numbers no machine reaches come from broken text: they are unknown."""
+    return Times(min(low, MAX_COUNT), None if high is None or high > MAX_COUNT else high)
 
 
 ONCE, NEVER, UNKNOWN = Times(1, 1), Times(0, 0), Times(0, None)
@@ -284,6 +290,7 @@ class Program:
         sort = SORT[opcode]
         if sort == "matmul":
             flops = matmul_flops(computation, at)
+            flops = None if flops is None or flops > MAX_COUNT else flops
             return Cover(matmuls=1, flops=flops or 0, no_flops=int(flops is None))
         if sort == "caller":
             return self._cover_of_caller(computation, at, opcode.removesuffix("-start"))

@@ -26,7 +26,7 @@ CLASS_NAMES = {
     "unmatched": "unmatched",
     None: "not scheduled",
 }
-_MAX_SHOWN = 2000  # instructions of a window that are looked at for its line
+_MAX_SHOWN = 150  # instructions of a window that are looked at for its line
 SHORT = {  # what people write in run-length schedules
     "all-gather": "ag",
     "all-reduce": "ar",

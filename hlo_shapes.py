@@ -55,6 +55,7 @@ def read_shape(text: str) -> Shape:
     return stack[0][0] if stack[0] else ()
 
 
+_MAX_BYTES = 1 << 64  # a larger array comes from broken text
 _MAX_NESTED = 64  # tuples in tuples; XLA's stay under ten
 _SHAPE_TOKEN = re.compile(r"/\*[^*]*+\*/|[()]|(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
 
@@ -91,7 +92,7 @@ def elements(shape: Shape) -> int:
 
 
 def bytes_of(shape: Shape) -> int | None:
-    """Return the bytes of a shape without padding, or None when an element type is unknown."""
+    """Return the bytes of a shape without padding, or None when an element type is unknown or the size absurd."""
     total = 0
     for array in arrays(shape):
         if array.bits is None:
@@ -100,7 +101,7 @@ def bytes_of(shape: Shape) -> int | None:
         for size in array.dims:
             count *= size
         total += (count + 7) // 8
-    return total
+    return total if total < _MAX_BYTES else None
 
 
 # --- replica groups -----------------------------------------------------------------------------------------------
@@ -115,8 +116,7 @@ class Groups(NamedTuple):
     members: tuple[tuple[int, ...], ...] | None  # device ids of the groups, where the text says
 
 
-_MESH = re.compile(r"mesh\[([^\]]*)\][^{]*\{(.*)\}$", re.DOTALL)
-_MESH_DEVICES = re.compile(r"device_ids=\(([^)]*(?:\)[^)]*)*)\)[ ]*\{")
+_MESH = re.compile(r"mesh\[([^\]]*)\].*\{([^{}]*)\}$", re.DOTALL)
 _AXIS = re.compile(r"'?([^',=]+?)'?=(\d{1,9})")
 _AXIS_REF = re.compile(r"'?([^',{}:]+?)'?(?::\((\d{1,9})\)(\d{1,9}))?(?:,|$)")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

@@ -184,7 +184,6 @@ class _Reader:
             self.wrapped = None
             if line[-1] in '{([" ' and here is not self.broken:
                 number = self._until_balanced(lines, number)
-        self._give_up_pending()
 
     def _other(self, lines: list[str], at: int) -> int:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
@@ -262,7 +261,7 @@ class _Reader:
         assert here is not None
         self.pending.append(line)
         text = " ".join(part.strip() for part in self.pending)
-        found = split_instruction(text)
+        found = split_instruction(text) if not _ASSIGNS.match(line) else None
         if found is not None:
             if found.root:
                 here.root = len(here.names)
@@ -271,7 +270,7 @@ class _Reader:
             here.texts.append(text)
             here.lines.append(self.pending_line)
             self.pending, self.wrapped = [], None
-        elif len(self.pending) > _MAX_WRAPPED_LINES or line.strip() == "}":
+        elif len(self.pending) > _MAX_WRAPPED_LINES or line.strip() == "}" or _ASSIGNS.match(line):
             self._give_up_pending()
 
     def _give_up_pending(self) -> None:
@@ -375,8 +374,16 @@ def _tuple_instruction(line: str) -> tuple[str | None, str, str] | None:
     head = _TUPLE_HEAD.match(line)
     if head is None:
         return None
-    tail = _OPCODE.search(line, head.end()) or _EMPTY_TUPLE.match(line, head.end())
+    tail = _tuple_tail(line, head.end())
     return (head[1], head[2], tail[1]) if tail else None
+
+
+def _tuple_tail(text: str, begin: int) -> re.Match[str] | None:
+    """Return the match of ` opcode(` behind the tuple shape at `begin`, whose brackets must close before it."""
+    tail = _EMPTY_TUPLE.match(text, begin) or _OPCODE.search(text, begin)
+    if tail is None or text.count("(", begin, tail.start(1)) != text.count(")", begin, tail.start(1)):
+        return None
+    return tail
 
 
 _EMPTY_TUPLE = re.compile(r"\(\)[ ]+([a-z][a-z0-9\-]*)\(")
@@ -401,7 +408,7 @@ def split_instruction(text: str) -> Parts | None:
     head = _TUPLE_HEAD.match(text)
     if head is None:
         return None
-    tail = _EMPTY_TUPLE.match(text, head.end()) or _OPCODE.search(text, head.end())
+    tail = _tuple_tail(text, head.end())
     if tail is None:
         return None
     shape = text[head.end() : tail.start(1)].strip()
@@ -505,10 +512,15 @@ def attributes(computation: Computation, at: int) -> dict[str, str]:
     text = computation.texts[at]
     begin = operands_end(text, parts(computation, at).operands)
     found: dict[str, str] = {}
+    last = ""
     for piece in _pieces(text, begin, len(text)):
         key, equals, value = piece.partition("=")
-        if equals:
-            found.setdefault(key.strip(), value.strip())
+        key = key.strip()
+        if key == "device_ids" and last:  # belongs to the mesh before: mesh['x'=2], device_ids=(..) {'x'}
+            found[last] += "," + piece
+        elif equals:
+            found.setdefault(key, value.strip())
+            last = key
     return found
 
 

@@ -171,7 +171,7 @@ class Route:
             schedule = list(self.computations[name].instructions())
             place = {instruction.name: at for at, instruction in enumerate(schedule)}
             carried = set()
-            for at, instruction in enumerate(schedule):
+            for instruction in schedule:
                 if instruction.opcode == OP.kWhile:
                     inner = re.search(r"body=%([^\s,]+)", instruction.to_string())[1]
                     count = self.trips(instruction)
