@@ -84,8 +84,9 @@ class Watch:
         """Give a step this many seconds; None is no limit."""
         self.check()
         self._doing = f"step {index}"
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        os.write(self._write, b"\0")  # wakes the thread, so that it sees the new deadline
+        if timeout is not None:
+            self._deadline = time.monotonic() + timeout
+            os.write(self._write, b"\0")  # wakes the thread, so that it sees the new deadline
         try:
             yield
         finally:

@@ -17,7 +17,12 @@ import bench_config
 import bench_payload
 import bench_routing
 import bench_runtime
+from bench_common import BenchError
 from bench_runtime import Job
+
+
+class OutOfTolerance(BenchError):
+    """The routing load misses its target: an answer (exit 1), not a failure to look."""
 
 
 @dataclasses.dataclass
@@ -37,7 +42,7 @@ def plan_launch(
     trainer_argv: Sequence[str], orch_argv: Sequence[str], env: Mapping[str, str], num_devices: int, *,
     cpu_smoke: bool = False, known_keys: set[str] | None = None, drop_unknown: bool = False,
     lengths: str = "full", routing_load: str = "uniform", skew: str = "lognormal", tolerance: float = 0.01,
-    pad_id: int = 0, payload_fields: set[str] | None = None,
+    leave_unset: bool = False, pad_id: int = 0, payload_fields: set[str] | None = None,
 ) -> Plan:  # fmt: skip
     """Turn a launch's argv and environment into what the driver, the AOT check and the numerics check run.
 
@@ -80,7 +85,7 @@ def plan_launch(
     layout = bench_config.expert_layout(trainer, settings)
     routing = bench_routing.RoutingSpec(
         bench_routing.parse_routing_load(routing_load, sizes.num_layers), layout.shards, layout.row_groups,
-        layout.token_chunks, skew, tolerance, layout.sequence_shards) if routed else None  # fmt: skip
+        layout.token_chunks, skew, tolerance, layout.sequence_shards, leave_unset) if routed else None  # fmt: skip
     bench_payload.check_specs(spec, routing)
     return Plan(job, batch, sizes, spec, routing, routing_load if routed else "none", shrunk)
 
@@ -93,7 +98,8 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
       not hold them, and then they take turns.
 
     Raises:
-      BenchError: no token carries gradient, or the routing load misses its target.
+      OutOfTolerance: the routing load misses its target.
+      BenchError: no token carries gradient, or --replay does not fit the launch.
     """
     if options.replay:
         first = bench_payload.load_npz(options.replay, plan.spec)
@@ -104,7 +110,7 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
     if first["routed_experts"] is not None:
         table = bench_routing.measure_load(first["routed_experts"], plan.sizes.num_experts, plan.routing)
         if not options.replay:
-            bench_routing.check_load(table)
+            _check_load(table)
         load = {**table.as_dict(), "text": table.lines()}
     bench_payload.check_batch(first)
     if options.replay:
@@ -113,6 +119,13 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
     distinct = max(1, min(count, int(host_memory_bytes() * 0.5) // max(size, 1)))
     rest = [bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i) for i in range(1, distinct)]
     return [first, *rest], count, load
+
+
+def _check_load(table: bench_routing.LoadTable) -> None:
+    try:
+        bench_routing.check_load(table)
+    except BenchError as error:
+        raise OutOfTolerance(error.what, where=error.where, todo=error.todo) from error
 
 
 def count_sequences(batch: Mapping[str, Any]) -> int:
