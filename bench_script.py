@@ -10,8 +10,7 @@ on and keeps the exit status. All of it is text for the kubelet, which makes `$`
 
 from __future__ import annotations
 
-import base64
-import gzip
+import glob
 import hashlib
 import os
 import re
@@ -125,7 +124,10 @@ def _heredoc(name: str, text: str) -> str:
 
 
 def _packed_heredoc(name: str, text: str) -> str:
-    packed = base64.encodebytes(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    import base64
+    import gzip
+
+    packed = base64.encodebytes(gzip.compress(text.encode(), 6, mtime=0)).decode()
     return f"base64 -d <<'{HEREDOC_MARKER}' | gzip -dc > \"$BENCH_DIR/{name}\"\n{packed}{HEREDOC_MARKER}\n"
 
 
@@ -164,7 +166,7 @@ def embedded_files(driver: str) -> dict[str, str]:
       BenchError: a file is missing, too large, no UTF-8, or no Python.
     """
     folder = os.path.dirname(os.path.abspath(driver))
-    own = folder == os.path.dirname(os.path.abspath(__file__))
+    own = _installed_modules(folder)
     found: dict[str, str] = {}
     pending = [os.path.basename(driver)]
     while pending:
@@ -173,14 +175,20 @@ def embedded_files(driver: str) -> dict[str, str]:
         found[name] = text
         for module in sorted(_imports(text)):
             file = f"{module}.py"
-            # Installed as a wheel, our modules stand among everybody's.
-            ours = not own or module.startswith("bench_") or module in ("tunix_standin", "staged_engine")
+            ours = own is None or module in own
             if file not in found and file not in pending and ours and os.path.isfile(os.path.join(folder, file)):
                 pending.append(file)
     last = found.pop(os.path.basename(driver))
     if DRIVER_FILE in found:
         raise BenchError(f"it imports another {DRIVER_FILE}", where=driver, todo=f"name the driver {DRIVER_FILE}")
     return {**{name: found[name] for name in sorted(found)}, DRIVER_FILE: last}
+
+
+def _installed_modules(folder: str) -> set[str] | None:
+    """Return the modules of this project where it is installed in a folder, among everybody's; None in a checkout."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "rl_trainer_bench-*.dist-info", "top_level.txt")):
+        return set(decode(read_bytes(path), path).split())
+    return None
 
 
 def read_source(path: str) -> str:

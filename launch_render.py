@@ -8,11 +8,8 @@ lists. Reading only: what a bench changes is in render_bench.py. Standard librar
 
 from __future__ import annotations
 
-import base64
-import gzip
 import re
 import shlex
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,9 +133,10 @@ def _object_lines(lines: list[str], first_line: int, source: str, notes: list[st
                 where=f"{source}:{number}",
                 todo="a flag's value holds a newline: mend the launcher's variable and capture the dry run again",
             )
-        in_command = _OPEN.match(line) is not None or (in_command and not line.lstrip().startswith(")"))
+        if "(" in line or ")" in line:
+            in_command = _OPEN.match(line) is not None or (in_command and not line.lstrip().startswith(")"))
         in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
-        if stray and not in_traceback or line.startswith("Traceback ("):
+        if stray:
             notes.append(f"{source}:{number}: line inside a document passed over: {_short(line)}")
         kept.append("" if stray or in_traceback else line)
     return kept
@@ -408,6 +406,10 @@ def _source(heredoc: re.Match[str], where: str) -> tuple[str, str]:
     """Return the name and the text of a file that a heredoc writes."""
     if heredoc["plain"]:
         return heredoc["plain"], kube_expand(heredoc["text"], {})
+    import base64
+    import gzip
+    import zlib
+
     try:
         return heredoc["packed"], gzip.decompress(base64.b64decode(heredoc["text"])).decode()
     except (ValueError, OSError, EOFError, zlib.error) as error:
@@ -460,6 +462,10 @@ def shell_words(text: str, where: str = "") -> list[Word]:
     return words
 
 
+_PLAIN_RUN = re.compile(r"[^\s;&|()<>'\"\\$`]*")  # characters that mean themselves, outside quotes and inside
+_QUOTED_RUN = re.compile(r"[^\"\\$`]*")
+
+
 def _read_word(text: str, start: int, where: str) -> tuple[Word, int]:
     """Return the word that starts at `start`, and where it ends."""
     parts, unquoted, live, bare, i = [], [], False, False, start
@@ -477,10 +483,11 @@ def _read_word(text: str, start: int, where: str) -> tuple[Word, int]:
             parts.append(text[i + 1 : i + 2].replace("\n", ""))
             i += 2
         else:
-            i = _expansion_end(text, i, where) or i + 1
+            end = _expansion_end(text, i, where)
+            i = end or _PLAIN_RUN.match(text, i + 1).end()
             parts.append(text[begin:i])
             unquoted.append(text[begin:i])
-            bare = bare or i > begin + 1
+            bare = bare or end is not None
     value = "".join(parts)
     bare = bare or bool(_BRACES.search("".join(unquoted)))
     live = live or bare or "$(" in value.replace("$$", "")  # `$(NAME)`: the kubelet knows no quotes
@@ -496,9 +503,10 @@ def _read_double_quoted(text: str, start: int, where: str) -> tuple[str, bool, i
             value.append(text[i + 1].replace("\n", ""))
             i += 2
         else:
-            i = _expansion_end(text, i, where) or i + 1
+            end = _expansion_end(text, i, where)
+            i = end or _QUOTED_RUN.match(text, i + 1).end()
             value.append(text[begin:i])
-            live = live or i > begin + 1
+            live = live or end is not None
     if i >= len(text):
         raise _unclosed(text, start, where)
     return "".join(value), live, i + 1

@@ -122,12 +122,11 @@ def _document_changes(old: Flattened, new: Flattened, trainer: Trainer, plan: Pl
         before, real = old[0].get(path, (MISSING, ()))
         after, _ = new[0].get(path, (MISSING, ()))
         want = _wanted(path, before, real, trainer, plan)
-        shown = (_show(path, before), _show(path, after))
-        same = want is ANY or (type(want) is type(after) and want == after)
-        _require(same, f"{_name_path(path)} is not as asked ({shown[0]} -> {shown[1]})")
+        if want is not ANY and (type(want) is not type(after) or want != after):
+            _require(False, f"{_name_path(path)} is not as asked ({_show(path, before)} -> {_show(path, after)})")
         flag_by_flag = path[-2:-1] == ("command",) or "[LIBTPU_INIT_ARGS]" in path
         if before != after and before not in _MARKS and after not in _MARKS and not flag_by_flag:
-            found.append(Change(_name_path(path), *shown))
+            found.append(Change(_name_path(path), _show(path, before), _show(path, after)))
     for path, keys in new[1].items():
         was = [key for key in old[1].get(path, ()) if key in keys]
         _require([key for key in keys if key in was] == was, f"the order of {_name_path(path)} changed")
@@ -277,13 +276,17 @@ def _wanted_libtpu(carrier: str, held: Mapping[str, Mapping[str, Any]], plan: Pl
 
 def _check_map(old: Mapping[str, Any], new: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> list[Change]:
     """Check that `new` is `old` with `wanted` put into it, in the same order; return the differences."""
+
+    def show(key: str, value: Any) -> str | None:
+        return None if value is MISSING else mask(key, value) if isinstance(value, str) else "(bare)"
+
     found = []
     for key in dict.fromkeys([*old, *new, *wanted]):
         before, after = old.get(key, MISSING), new.get(key, MISSING)
-        shown = [None if v is MISSING else mask(key, v) if isinstance(v, str) else "(bare)" for v in (before, after)]
-        _require(wanted.get(key, before) == after, f"{what} {key} is not as asked ({shown[0]} -> {shown[1]})")
+        if wanted.get(key, before) != after:
+            _require(False, f"{what} {key} is not as asked ({show(key, before)} -> {show(key, after)})")
         if before != after:
-            found.append(Change(f"{what} {key}", *shown))
+            found.append(Change(f"{what} {key}", show(key, before), show(key, after)))
     same = [key for key in old if key in new] == [key for key in new if key in old]
     _require(same, f"the order of the {what}s changed")
     return found

@@ -706,6 +706,17 @@ def test_the_real_driver_travels_whole(run):
     assert result.client.env["BENCH_DRIVER_SHA256"] == digest
 
 
+def test_an_installed_driver_takes_none_of_its_neighbours_along(run, tmp_path):
+    (tmp_path / "bench_driver.py").write_text("import six, helper\n")
+    for name in ("six", "helper"):
+        (tmp_path / f"{name}.py").write_text("")
+    info = tmp_path / "rl_trainer_bench-0.1.0.dist-info"
+    info.mkdir()
+    (info / "top_level.txt").write_text("bench_driver\nhelper\n")
+    result = run(TINY, driver_file=tmp_path / "bench_driver.py")
+    assert list(result.client.sources) == ["helper.py", "bench_driver.py"]
+
+
 def test_provenance(run):
     result = run(TINY, "--maxtext", "a=1", "--env", "X_TOKEN=s3cr3t", "--keep-secret", "A_KEY")
     digest = subprocess.run(["sha256sum", str(TINY)], capture_output=True, check=True).stdout.split()[0].decode()

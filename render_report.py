@@ -1,0 +1,106 @@
+"""What the renderer says on stderr: the changes, and what the user should know beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from bench_common import MASKED, is_secret
+from bench_script import DRIVER_FILE
+from launch_render import walk
+from render_check import Change
+from render_edit import CHECKPOINT_FLAG, CHECKPOINT_KEYS, QUEUE_LABEL, Plan, Trainer
+from render_plan import container_name, mesh_problem, pod_of
+
+# kubectl apply keeps the object as JSON in an annotation; Kubernetes allows 256 KiB of annotations.
+MAX_APPLY_BYTES = 240 * 2**10
+
+
+def summary(trainer: Trainer, plan: Plan, changes: Sequence[Change]) -> list[str]:
+    """Return the changes as lines: what, old -> new."""
+    size = sum(len(text.encode()) for text in plan.files.values()) / 1024
+    others = len(plan.files) - 1
+    lines = [
+        f"{plan.name}: the trainer {trainer.document.name} ({trainer.document.where}), {len(changes)} changes",
+        f"  client command: the launcher's -> {DRIVER_FILE} and {others} other files, {size:.1f} KiB",
+    ]
+    for change in changes:
+        old = "(absent)" if change.old is None else change.old
+        new = "(removed)" if change.new is None else change.new
+        lines.append(f"  {change.where}: {_cut(old)} -> {_cut(new)}")
+    return lines
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+def warnings(trainer: Trainer, plan: Plan, document: dict[str, Any], changes: Sequence[Change]) -> list[str]:
+    """Return what the user should know beside the changes."""
+    lines = [f"{option} changes nothing: it is so already" for option in idle_options(plan, changes)]
+    secrets = sorted({change.where.split()[-1] for change in changes if change.new is None and change.old == MASKED})
+    if secrets:
+        lines.append(f"not carried over, being secrets: {', '.join(secrets)} (--keep-secret NAME keeps one)")
+    lines += [f"{name} is no secret of this launch, and --keep-secret changes nothing"
+              for name in sorted(plan.keep_secrets) if not _has_secret(trainer, name)]  # fmt: skip
+    pod = pod_of(trainer.document.data["spec"]["replicatedJobs"][trainer.client.path[2]])
+    beside = [container_name(box) for box in pod["containers"] if box is not trainer.client.container]
+    if beside and not plan.sidecars_init:
+        lines.append(
+            f"{', '.join(beside)} are plain containers beside the client: they hold the slice after the bench ends,"
+            " until the JobSet is deleted; --sidecars init lets them end with it"
+        )
+    problem = mesh_problem(trainer, plan)
+    if problem:
+        lines.append(f"{problem}, as in the launch")
+    if "--trainer_backend" not in trainer.client.flags:
+        lines.append("no --trainer_backend in the trainer's flags: check that it runs MaxText")
+    lines += _leftovers(document, plan)
+    size = len(json.dumps(document, separators=(",", ":")).encode())
+    if size > MAX_APPLY_BYTES:
+        lines.append(f"{size / 1024:.0f} KiB as JSON: too large for kubectl apply; use kubectl apply --server-side")
+    return lines
+
+
+def idle_options(plan: Plan, changes: Sequence[Change]) -> list[str]:
+    """Return the options that ask for what is so already."""
+    where = {change.where for change in changes}
+    labels = {"maxtext": "MAXTEXT_EXTRA_FLAGS {}", "env": "client env {}", "trainer-arg": "trainer argv --{}",
+              "orch-arg": "orchestrator argv --{}"}  # fmt: skip
+    idle = []
+    for edit in dict.fromkeys((edit.kind, edit.key) for edit in plan.edits):
+        kind, key = edit
+        if kind == "libtpu":
+            changed = any(w.endswith((f"libtpu flag {key}", f".args[--{key}]")) for w in where)
+        else:
+            changed = labels[kind].format(key) in where
+        if not changed:
+            idle.append(f"--{kind} {key}")
+    ends = {"namespace": "metadata.namespace", "queue": f"[{QUEUE_LABEL}]", "image": "].image",
+            "priority": ".priorityClassName", "slice": ".args[--instance_type]"}  # fmt: skip
+    idle += [f"--{option}" for option, end in ends.items()
+             if getattr(plan, option) is not None and not any(w.endswith(end) for w in where)]  # fmt: skip
+    if not plan.load_checkpoint and not any(w.endswith((CHECKPOINT_FLAG, *CHECKPOINT_KEYS)) for w in where):
+        idle.append("--load-checkpoint none")
+    if plan.sidecars_init and not any(change.new == "initContainers" for change in changes):
+        idle.append("--sidecars init")
+    return idle
+
+
+def _has_secret(trainer: Trainer, name: str) -> bool:
+    names = {key for key, _ in trainer.client.assignments} | {flag[2:] for flag in trainer.client.flags}
+    names |= {entry.get("name") for entry in trainer.client.container.get("env") or []}
+    return name in names and is_secret(name)
+
+
+def _leftovers(document: dict[str, Any], plan: Plan) -> list[str]:
+    """Name the fields that still point at a host of the production JobSet."""
+    host = re.compile(rf"(?<![\w-]){re.escape(plan.old_name)}-[a-z0-9-]+-\d+-\d+\b")
+    return [
+        f"{'.'.join(map(str, path))} still names a host of {plan.old_name}"
+        for path, value in walk(document)
+        if isinstance(value, str) and host.search(value)
+    ]
