@@ -69,10 +69,10 @@ class Plan:
 
     def drops(self, name: str) -> bool:
         """Return whether a variable or flag of this name is a secret that must not travel."""
-        kept = name.lstrip("-") in self.keep_secrets or any(
-            edit.key == name.lstrip("-") and not edit.unset for edit in self.edits
-        )
-        return is_secret(name) and not kept
+        if not is_secret(name):
+            return False
+        bare = name.lstrip("-")
+        return bare not in self.keep_secrets and not any(edit.key == bare and not edit.unset for edit in self.edits)
 
 
 @dataclass(frozen=True)
