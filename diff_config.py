@@ -343,6 +343,13 @@ def _render_argv(render: Any, source: str) -> tuple[list[str], list[str], dict[s
     return [word.value for word in client.argv], argv, client.env
 
 
+def _took_effect(asked: str, found: str) -> bool:
+    """Return whether a value asked for is the one logged; MaxText makes a list of some single values."""
+    value = meaning(found)
+    alone = isinstance(value, list | tuple) and len(value) == 1
+    return same_value(asked, found) or (alone and same_value(asked, str(value[0])))
+
+
 def check_asked(asked: list[Asked], values: dict[str, str], name: str, rules: Rules, into: Comparison) -> None:
     """Add the options that did not take effect: overridden, unknown to MaxText, or lost."""
     by_key: dict[str, list[Asked]] = {}
@@ -352,7 +359,7 @@ def check_asked(asked: list[Asked], values: dict[str, str], name: str, rules: Ru
         winner, found = options[-1], values.get(key)
         if found is None:
             problems = [(winner, "unknown", "")]
-        elif not same_value(winner.value, found):
+        elif not _took_effect(winner.value, found):
             problems = [(winner, "lost", "")]
         else:
             problems = [(o, "overridden", winner.source) for o in options[:-1] if not same_value(o.value, winner.value)]

@@ -30,7 +30,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allow_list import AllowList, load_allow_list, shown
@@ -92,20 +92,60 @@ def compare(a: Node, b: Node, path: tuple[str, ...] = (), sources: bool = False)
 
 
 def _compare_maps(a: Map, b: Map, path: tuple[str, ...], sources: bool) -> Iterator[Change]:
+    ours, theirs = a.children, b.children
+    renamed = _renamed_items(a, b)
+    if renamed:  # one name for both: OLD|NEW, sorted, so that diff(b, a) has the same paths
+        joined = {name: "|".join(sorted(pair)) for pair in renamed for name in pair}
+        olds, news = {old for old, _ in renamed}, {new for _, new in renamed}
+        ours = {joined[step] if step in olds else step: node for step, node in ours.items()}
+        theirs = {joined[step] if step in news else step: node for step, node in theirs.items()}
     ordered = a.order or b.order
-    for place, (step, left) in enumerate(a.children.items()):
-        if step in b.children:
-            yield from compare(left, b.children[step], (*path, step), sources)
+    for place, (step, left) in enumerate(ours.items()):
+        if step in theirs:
+            for change in compare(left, theirs[step], (*path, step), sources):
+                is_name = step not in a.children and change.path == (*path, step, "name")
+                yield replace(change, kind="renamed") if is_name else change
         else:
             at = place if ordered else None
             yield Change((*path, step), "removed", a=plain(left, step, sources), noise=_superseded(left), at=at)
-    for place, (step, right) in enumerate(b.children.items()):
-        if step not in a.children:
+    for place, (step, right) in enumerate(theirs.items()):
+        if step not in ours:
             at = place if ordered else None
             yield Change((*path, step), "added", b=plain(right, step, sources), noise=_superseded(right), at=at)
-    if ordered and [s for s in a.children if s in b.children] != [s for s in b.children if s in a.children]:
+    if ordered and [s for s in ours if s in theirs] != [s for s in theirs if s in ours]:
         noise = None if "real" in (a.order, b.order) else ORDER
-        yield Change(path, "reordered", list(a.children), list(b.children), noise)
+        yield Change(path, "reordered", list(ours), list(theirs), noise)
+
+
+LEAST_LEAVES = 6  # smaller items (a volume, an env entry) are not recognised under another name
+LEAST_ALIKE = 0.5  # share of equal leaves
+
+
+def _renamed_items(a: Map, b: Map) -> list[tuple[str, str]]:
+    """Return (old, new) of the named items (containers, replicated jobs) that only changed their name, best first."""
+    gone = {step: _flat(node) for step, node in a.children.items() if step not in b.children and _is_named(node)}
+    new = {step: _flat(node) for step, node in b.children.items() if step not in a.children and _is_named(node)}
+    scores = sorted(
+        (-2 * len(left & right) / (len(left) + len(right)), min(x, y), max(x, y), x, y)
+        for x, left in gone.items()
+        for y, right in new.items()
+        if min(len(left), len(right)) >= LEAST_LEAVES
+    )
+    pairs: list[tuple[str, str]] = []
+    for score, _, _, x, y in scores:
+        if -score >= LEAST_ALIKE and x not in {p[0] for p in pairs} and y not in {p[1] for p in pairs}:
+            pairs.append((x, y))
+    return pairs
+
+
+def _is_named(node: Node) -> bool:
+    return isinstance(node, Map) and isinstance(node.children.get("name"), Leaf)
+
+
+def _flat(node: Node, path: tuple[str, ...] = ()) -> set[tuple[tuple[str, ...], str]]:
+    if isinstance(node, Leaf):
+        return {(path, repr(node.value))}
+    return {leaf for step, child in node.children.items() for leaf in _flat(child, (*path, step))}
 
 
 def _equal(a: Leaf, b: Leaf) -> bool:
@@ -149,10 +189,7 @@ def _number(text: str) -> float | None:
 
 def mark_renames(changes: list[Change], names: list[tuple[str, str]]) -> list[Change]:
     """Return the changes with those that only carry a document's new name marked as renamed."""
-    return [
-        Change(c.path, "renamed", c.a, c.b, c.noise, c.at, c.texts) if c.kind == "changed" and _follows(c, names) else c
-        for c in changes
-    ]
+    return [replace(c, kind="renamed") if c.kind == "changed" and _follows(c, names) else c for c in changes]
 
 
 def _follows(change: Change, names: list[tuple[str, str]]) -> bool:
@@ -346,7 +383,7 @@ def _entry_lines(entry: dict[str, Any], step: str, diffs: dict[str, str]) -> lis
     left, right = _value(entry, "a"), _value(entry, "b")
     change = " -> ".join(text for text in (left, right) if text is not None)
     if entry["path"] in diffs:
-        body = ["      | " + line for line in _few_lines(diffs[entry["path"]])]
+        body = [piece for line in _few_lines(diffs[entry["path"]]) for piece in _diff_line(line)]
     elif entry["kind"] == "reordered":
         body = [f"               {_moved(entry['a'], entry['b'])}"]
     elif len(head) + len(change) <= 76:
@@ -370,7 +407,7 @@ def _value(entry: dict[str, Any], side: str) -> str | None:
     if isinstance(value, dict):
         return f"({len(value)} items)" if len(value) > 4 else "{" + ", ".join(value) + "}"
     if value is None:
-        return "(bare)"
+        return "(bare)" if path_steps(entry["path"])[-1].startswith("-") else "null"
     if isinstance(value, str) and "\n" in value:
         return f"({value.count(chr(10)) + 1} lines)"
     return shown(value) if value != "" else "(empty)"
@@ -404,6 +441,13 @@ def _window(text: str, begin: int, width: int = 56) -> str:
 def _few_lines(text: str, most: int = 40) -> list[str]:
     lines = [line.rstrip() for line in text.splitlines()]
     return lines if len(lines) <= most else [*lines[:most], f"... {len(lines) - most} more lines"]
+
+
+def _diff_line(line: str) -> list[str]:
+    """Return a line of a unified diff in pieces of at most 80 columns."""
+    sign, rest = line[:1], line[1:]
+    pieces = textwrap.wrap(rest, 70, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False) or [""]
+    return [f"      | {sign if index == 0 else '  '}{piece}".rstrip() for index, piece in enumerate(pieces)]
 
 
 def line_diffs(changes: list[Change], sources: bool) -> dict[str, str]:

@@ -14,6 +14,7 @@ what has a key; where order has a meaning, the map says so. Standard library and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -303,7 +304,7 @@ def _command(words: list[Any], container: dict[str, Any], context: _Context) -> 
             return _client(client, words, context.as_trainer)
         except BenchError as error:
             context.notes.append(f"{error}; compared as text")
-    if len(words) >= 2 and "\n" in script:
+    if len(words) >= 2 and re.fullmatch(r"-\w*c", str(words[-2])):
         return Map({"shell": Leaf([str(word) for word in words[:-1]]), **script_parts(script)})
     return Leaf(list(words)) if all(not isinstance(word, dict | list) for word in words) else Leaf(str(words))
 
@@ -350,67 +351,86 @@ def _source(text: str) -> Leaf:
     return Leaf(f"sha256:{digest} ({text.count(chr(10))} lines)", "source", text=text)
 
 
-_STATEMENT = re.compile(r"[ \t]*(export[ \t]+)?([A-Za-z_]\w*=|python[0-9.]*[ \t]|\S*/python[0-9.]*[ \t])")
+_TELLING = re.compile(r"\bexport[ \t]+\w+=|^[ \t]*[A-Za-z_]\w*=|(^|[\s/(;&|])python[0-9.]*[ \t]")
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+_PYTHON = re.compile(r"(\S*/)?python[0-9.]*")
 LONGEST_STATEMENT_LINES = 400
 
 
 def script_parts(script: str) -> dict[str, Node]:
     """Return a shell script that is no client of ours in parts: text, variables and Python commands.
 
-    A statement that only assigns (`export LIBTPU_INIT_ARGS='...'`) gives variables, one that runs Python
-    gives its program and arguments; in the text a placeholder keeps their places. The rest stays text.
+    Commands that only assign (`export LIBTPU_INIT_ARGS='...'`) give variables, those that run Python give
+    their program and arguments; in the text a placeholder keeps their places. The rest stays text.
     """
     text: list[str] = []
     variables: list[tuple[str, Node]] = []
-    commands: dict[str, Node] = {}
+    runs: dict[str, Node] = {}
     lines = script.split("\n")
     index = 0
     while index < len(lines):
-        count, words = _statement(lines, index) if _STATEMENT.match(lines[index]) else (1, None)
-        if words is None:
-            text.append(lines[index])
-            index += 1
-            continue
+        count, words = _statement(lines, index) if _TELLING.search(lines[index]) else (1, None)
+        pieces = [_part(segment, variables, runs) for segment in _segments(words or [])]
+        text.append(" ".join(pieces) if words else lines[index])
         index += count
-        exported = words[0].value == "export"
-        pairs = [word for word in words[exported:] if re.match(r"[A-Za-z_]\w*=", word.raw)]
-        if len(pairs) == len(words) - exported:
-            found = [(w.text.partition("=")[0], w) for w in pairs]
-            text.append(f"{'export ' if exported else ''}({' '.join(name for name, _ in found)})")
-            variables += [(name, _variable(name, w.value.partition("=")[2], w.live)) for name, w in found]
-        else:
-            step = f"run {len(commands) + 1}"
-            text.append(f"({step})")
-            commands[step] = _run(words)
-    return {"script": Leaf("\n".join(text), "text"), **_last_wins(variables, "").children, **commands}
+    return {"script": Leaf("\n".join(text), "text"), **_last_wins(variables, "").children, **runs}
 
 
 def _statement(lines: list[str], start: int) -> tuple[int, list[Word] | None]:
-    """Return how many lines a statement takes, and its words; None where it is no simple command."""
+    """Return how many lines the commands that begin on a line take, and their words; None where they are no words."""
     for count in range(1, min(LONGEST_STATEMENT_LINES, len(lines) - start) + 1):
         text = "\n".join(lines[start : start + count])
         if text.endswith("\\"):
             continue
         try:
-            return count, shell_words(text) or None
+            return count, shell_words(text)
         except BenchError:
             continue  # a quote goes on in the next line
     return 1, None
 
 
-def _run(words: list[Word]) -> Map:
-    """Return a command: leading assignments, program, key=value and --flag arguments, and what follows a pipe."""
-    start = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word.raw)), len(words))
-    end = next((i for i in range(start, len(words)) if words[i].operator), len(words))
-    split = next((i for i in range(start, end) if "=" in words[i].text or words[i].text.startswith("--")), end)
-    pairs = [(w.text.partition("=")[0], _variable(w.text.partition("=")[0], w.value.partition("=")[2], w.live))
-             for w in words[:start]]  # fmt: skip
-    children = _last_wins(pairs, "").children
-    children["program"] = Leaf(" ".join(_word(word) for word in words[start:split]), "flag")
+def _segments(words: list[Word]) -> Iterator[list[Word]]:
+    """Yield the simple commands of a line, and the operators between them, each as a list of words."""
+    segment: list[Word] = []
+    for word in words:
+        if word.operator:
+            if segment:
+                yield segment
+            yield [word]
+            segment = []
+        else:
+            segment.append(word)
+    if segment:
+        yield segment
+
+
+def _part(words: list[Word], variables: list[tuple[str, Node]], runs: dict[str, Node]) -> str:
+    """Take one simple command apart into `variables` or `runs`; return what the text has in its place."""
+    exported = words[0].value == "export" and len(words) > 1
+    leading = itertools.takewhile(lambda word: _ASSIGNED.match(word.raw), words[exported:])
+    names = [word.text.partition("=")[0] for word in leading]
+    if len(names) == len(words) - exported:
+        variables += [_assignment(word) for word in words[exported:]]
+        return f"{'export ' if exported else ''}({' '.join(names)})"
+    if len(names) < len(words) and not exported and _PYTHON.fullmatch(words[len(names)].value):
+        step = f"run {len(runs) + 1}"
+        runs[step] = _run(words[: len(names)], words[len(names) :])
+        return f"({step})"
+    return " ".join(_word(word) for word in words)
+
+
+def _assignment(word: Word) -> tuple[str, Node]:
+    name = word.text.partition("=")[0]
+    return name, _variable(name, word.value.partition("=")[2], word.live)
+
+
+def _run(assignments: list[Word], words: list[Word]) -> Map:
+    """Return a command: its own variables, its program, and key=value and --flag arguments."""
+    split = next((i for i, word in enumerate(words) if "=" in word.text or word.text.startswith("--")), len(words))
+    children = _last_wins([_assignment(word) for word in assignments], "").children
+    children["program"] = Leaf(" ".join(_word(word) for word in words[:split]), "flag")
     live = {word.value for word in words if word.live}
-    children["argv"] = flag_map([word.value for word in words[split:end]], "maxtext", live.__contains__)
-    if end < len(words):
-        children["then"] = Leaf(" ".join(_word(word) for word in words[end:]), "flag")
+    children["argv"] = flag_map([word.value for word in words[split:]], "maxtext", live.__contains__)
     return Map(children)
 
 

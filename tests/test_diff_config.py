@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -20,8 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import allow_list
+import bench_config
 import config_log
 import diff_config
+import launch_render
 from diff_config import main, meaning, same_value
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -463,7 +466,7 @@ LOGGED = {
     "ici_expert_parallelism": "2", "ici_fsdp_parallelism": "4", "model_name": "qwen3-30b-a3b",
     "per_device_batch_size": "1.0", "remat_policy": "RematPolicy.FULL", "num_moe_token_chunks": "2",
     "mu_dtype": "float32",
-    "gradient_accumulation_steps": "1",
+    "gradient_accumulation_steps": "1", "trainable_parameters_mask": "['^(?!.*gate).*']",
 }  # fmt: skip
 
 
@@ -483,6 +486,7 @@ def test_asked_and_in_effect(run, files):
         ("num_moe_token_chunks=4 num_moe_token_chunks=2", "",
          [("num_moe_token_chunks", "overridden", "4", "MAXTEXT_EXTRA_FLAGS", "2")]),
         ("mu_dtype=float32", "", []),
+        ("trainable_parameters_mask=^(?!.*gate).*", "", []),
     ],
 )  # fmt: skip
 def test_asked_but_not_in_effect(run_json, files, extra, argv, found):
@@ -647,44 +651,69 @@ def test_one_mutation_is_one_difference(data):
 # --- MaxText's own output ------------------------------------------------------------------------
 
 MAXTEXT = """
-import json, sys
+import json, os, sys
 from absl import logging
 logging.set_verbosity(logging.INFO); logging.use_absl_handler()
-from maxtext.configs import pyconfig
-import maxtext, os
+from maxtext.configs import pyconfig, types
 base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
-shown = []
-for extra in (["remat_policy=full"], ["remat_policy=custom", "context=offload", "model_name=qwen3-30b-a3b"]):
-    config = pyconfig.initialize(["x", base, "run_name=t", "skip_jax_distributed_system=true",
-                                  "enable_checkpointing=false", "base_output_directory=gs://bucket/out", *extra])
+known = set(types.MaxTextConfig.model_fields)
+shown, unknown = [], []
+for extra in json.load(sys.stdin):
+    unknown += [key for key, value in extra if key not in known]
+    config = pyconfig.initialize(["x", base, *(f"{key}={value}" for key, value in extra if key in known)])
     shown.append({key: str(value) for key, value in config.get_keys().items()})
-json.dump(shown, sys.stdout)
+json.dump([shown, unknown], sys.stdout)
 """
+COMMON = {"run_name": "t", "skip_jax_distributed_system": "true", "enable_checkpointing": "false",
+          "base_output_directory": "gs://bucket/out"}  # fmt: skip
+LAUNCH_TINY = ROOT / "examples" / "launch_tiny.yaml"
+
+
+def settings_of_the_launch() -> list[tuple[str, str]]:
+    """Return what the tiny launch's trainer sets, as the driver sets it."""
+    clients = [c for d in launch_render.read_render(LAUNCH_TINY.read_text(), "x").documents for c in
+               launch_render.clients(d)]  # fmt: skip
+    argv = {client.role: [word.value for word in client.argv] for client in clients}
+    env = next(client.env for client in clients if client.role == "trainer")
+    trainer = bench_config.parse_trainer_argv(argv["trainer"])
+    plan = bench_config.batch_plan(trainer, bench_config.parse_orch_argv(argv["orchestrator"]))
+    found = bench_config.effective(bench_config.maxtext_settings(trainer, plan, env, num_devices=4))
+    return [(s.key, s.value) for s in found.values() if s.key != "load_parameters_path"]
 
 
 def test_a_log_of_maxtext_itself(tmp_path, run_json):
     """MaxText writes the log, and says by itself what its values are; the reader must find just that."""
     pytest.importorskip("maxtext")
+    first = COMMON | {"remat_policy": "full"}
+    second = COMMON | {"remat_policy": "custom", "context": "offload", "model_name": "qwen3-30b-a3b"}
+    runs = [list(first.items()), list(second.items()), settings_of_the_launch()]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", MAXTEXT], env=env, cwd=tmp_path, capture_output=True, text=True)
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    done = subprocess.run([sys.executable, "-c", MAXTEXT], env=env, cwd=tmp_path, capture_output=True, text=True,
+                          input=json.dumps(runs))  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     path = tmp_path / "maxtext.log"
     path.write_text(done.stderr)
-    expected = json.loads(done.stdout)
+    expected, unknown = json.loads(done.stdout)
     rounds = config_log.read_configs(str(path)).rounds
-    assert len(rounds) == 2 and all(len(blocks) == 1 for blocks in rounds)
+    assert [len(blocks) for blocks in rounds] == [1, 1, 1]
     for blocks, values in zip(rounds, expected, strict=True):
         values.pop("hf_access_token", None)
         assert blocks[0].values == {key: value.rstrip() for key, value in values.items()}
+
     code, document, _ = run_json(path, path, "--block", "all")
     assert code == 0 and document["unchanged"] == sum(map(len, expected))
-    first, second = tmp_path / "1.log", tmp_path / "2.log"
-    marker = done.stderr.index("Config param abort_on", done.stderr.index("Config param z_loss"))
-    cut = done.stderr.rindex("\n", 0, marker) + 1
-    first.write_text(done.stderr[:cut])
-    second.write_text(done.stderr[cut:])
-    code, document, _ = run_json(first, second)
+
+    starts = [match.start() for match in re.finditer("^.*Config param abort_on_inf_loss", done.stderr, re.MULTILINE)]
+    paths = [tmp_path / "1.log", tmp_path / "2.log"]
+    paths[0].write_text(done.stderr[: starts[1]])
+    paths[1].write_text(done.stderr[starts[1] : starts[2]])
+    code, document, _ = run_json(*paths)
     changed = {item["key"]: (item["a"], item["b"]) for item in document["changed"]}
     assert code == 1 and changed["remat_policy"] == ("full", "custom")
     assert changed["context"] == ("RematLocation.REMAT", "RematLocation.OFFLOAD")
     assert document["only_a"] == document["only_b"] == []
+
+    code, document, _ = run_json(path, "--asked", LAUNCH_TINY)
+    assert {item["key"]: item["status"] for item in document["asked"]} == dict.fromkeys(unknown, "unknown")
+    assert code == (1 if unknown else 0)

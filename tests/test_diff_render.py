@@ -206,6 +206,15 @@ def test_a_whole_container_is_one_change(edited):
     assert brief(document) == [("added", path, None, value)]
 
 
+def test_a_container_under_another_name_is_a_rename(edited):
+    _, document = edited(("- name: pathways-proxy\n", "- name: proxy\n"), ("limit_kib=65536\n", "limit_kib=98304\n"))
+    path = MAIN.replace("main", "pathways-proxy|proxy")
+    assert brief(document) == [
+        ("renamed", f"{path}/name", "pathways-proxy", "proxy"),
+        ("changed", f"{path}/args/--xla_tpu_scoped_vmem_limit_kib", "65536", "98304"),
+    ]
+
+
 NO_EFFECT = [
     (("--mesh_fsdp=32 --mesh_expert=2", "--mesh_expert=2 --mesh_fsdp=32"), "reordered", f"{COMMAND}/argv", "order"),
     (("megablox=true num_moe_token_chunks=2", "num_moe_token_chunks=2 megablox=true"), "reordered",
@@ -350,30 +359,34 @@ spec:
       # don't stop here
       export LIBTPU_INIT_ARGS='--xla_a=true --xla_b=1
         --xla_c=2'
-      export ENABLE_PJRT=true
-      for i in 1 2; do echo "$i"; done
+      (set +e && export ENABLE_PJRT=true && echo "$(date)" && for i in 1 2; do echo "$i"; done
       JAX_X=1 python3 -m maxtext.train base.yml model_name=deepseek3 ici_fsdp_parallelism=64 \\
-        dataset_path=gs://b/d packing=True | tee log
+        dataset_path=gs://b/d packing=True | tee log; STATUS=${PIPESTATUS[0]}; exit $STATUS) & PID=$!
       exit $?
 """
+RECIPE_CASES = [
+    ("ici_fsdp_parallelism=64", "ici_fsdp_parallelism=32", ["run 1/argv/ici_fsdp_parallelism"]),
+    ("--xla_c=2", "--xla_c=3", ["LIBTPU_INIT_ARGS/--xla_c"]),
+    ("ENABLE_PJRT=true", "ENABLE_PJRT=false", ["ENABLE_PJRT"]),
+    ("JAX_X=1", "JAX_X=2", ["run 1/JAX_X"]),
+    ("| tee log", "| tee other", ["script"]),
+    ("maxtext.train ", "maxtext.pretrain ", ["run 1/program"]),
+    ("in 1 2;", "in 1 2 3;", ["script"]),
+    ("don't stop", "don't end", ["script"]),
+    ("--xla_a=true --xla_b=1\n        --xla_c=2", "--xla_b=1 --xla_c=2 --xla_a=true", []),
+    (" dataset_path=gs://b/d packing=True", " packing=True dataset_path=gs://b/d", []),
+]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "steps"),
-    [
-        ("ici_fsdp_parallelism=64", "ici_fsdp_parallelism=32", ["run 1/argv/ici_fsdp_parallelism"]),
-        ("--xla_c=2", "--xla_c=3", ["LIBTPU_INIT_ARGS/--xla_c"]),
-        ("ENABLE_PJRT=true", "ENABLE_PJRT=false", ["ENABLE_PJRT"]),
-        ("JAX_X=1", "JAX_X=2", ["run 1/JAX_X"]),
-        ("| tee log", "| tee other", ["run 1/then"]),
-        ("maxtext.train ", "maxtext.pretrain ", ["run 1/program"]),
-        ("in 1 2;", "in 1 2 3;", ["script"]),
-        (" dataset_path=gs://b/d packing=True", " packing=True dataset_path=gs://b/d", []),
-    ],
-)  # fmt: skip
-def test_scripts_that_are_no_client(run_json, files, old, new, steps):
+@pytest.mark.parametrize("one_line", [False, True])
+@pytest.mark.parametrize(("old", "new", "steps"), RECIPE_CASES, ids=[case[1].strip()[:20] for case in RECIPE_CASES])
+def test_scripts_that_are_no_client(run_json, files, old, new, steps, one_line):
+    """A public training recipe: the script of a container, on lines of its own or all on one."""
     assert old in RECIPE
-    code, document, _ = run_json(*files(RECIPE, RECIPE.replace(old, new)))
+    texts = [RECIPE, RECIPE.replace(old, new)]
+    if one_line:
+        texts = [re.sub(r"- \|\n(.*)", lambda m: "- " + json.dumps(m[1]), text, flags=re.DOTALL) for text in texts]
+    code, document, _ = run_json(*files(*texts))
     real = [c["path"].partition("/command/")[2] for c in document["changes"] if not c["noise"]]
     assert real == steps and code == (1 if steps else 0)
 
@@ -670,27 +683,43 @@ def rebuild(changes: list[diff_render.Change], tree: dict) -> dict:
     entries = json.loads(json.dumps([change.as_json(None) for change in changes]))
     for entry in entries:
         entry["steps"] = render_tree.path_steps(entry["path"]) if entry["path"] else []
+        join_renamed(tree, entry["steps"])
     for entry in entries:
         parent = find(tree, entry["steps"][:-1])
         if entry["kind"] == "removed":
             del parent[entry["steps"][-1]]
-        elif entry["kind"] in ("changed", "renamed") or (entry["kind"] == "reordered" and entry["noise"] and
-                                                         not isinstance(find(tree, entry["steps"]), dict)):  # fmt: skip
+        elif entry["kind"] in ("changed", "renamed"):
             parent[entry["steps"][-1]] = entry["b"]
-    for entry in entries:
-        if entry["kind"] == "added":
-            parent = find(tree, entry["steps"][:-1])
-            items = list(parent.items())
-            items.insert(entry.get("at", len(items)), (entry["steps"][-1], entry["b"]))
-            parent.clear()
-            parent.update(items)
-    for entry in entries:
-        node = find(tree, entry["steps"]) if entry["kind"] == "reordered" else None
+    for entry in (entry for entry in entries if entry["kind"] == "added"):
+        parent = find(tree, entry["steps"][:-1])
+        items = list(parent.items())
+        items.insert(entry.get("at", len(items)), (entry["steps"][-1], entry["b"]))
+        replace_items(parent, items)
+    for entry in (entry for entry in entries if entry["kind"] == "reordered"):
+        node = find(tree, entry["steps"])
         if isinstance(node, dict):
-            items = [(step, node[step]) for step in entry["b"]]
-            node.clear()
-            node.update(items)
+            replace_items(node, [(step, node[step]) for step in entry["b"]])
+        else:  # a set of values in another order
+            find(tree, entry["steps"][:-1])[entry["steps"][-1]] = entry["b"]
+    for entry in entries:
+        if entry["kind"] == "renamed" and len(entry["steps"]) > 2 and "|" in entry["steps"][-2]:
+            parent, joined = find(tree, entry["steps"][:-2]), entry["steps"][-2]
+            replace_items(parent, [(entry["b"] if step == joined else step, node) for step, node in parent.items()])
     return tree
+
+
+def join_renamed(tree, steps):
+    """Give an item that is reported under OLD|NEW that name."""
+    for step in steps[:-1]:
+        old = next((part for part in step.split("|") if part in tree), None)
+        if step not in tree and old is not None:
+            replace_items(tree, [(step if name == old else name, node) for name, node in tree.items()])
+        tree = tree[step] if step in tree else {}
+
+
+def replace_items(node: dict, items: list) -> None:
+    node.clear()
+    node.update(items)
 
 
 def find(tree, steps):
