@@ -543,8 +543,11 @@ def _closing(text: str, start: int, where: str) -> int:
 
 
 def _unclosed(text: str, start: int, where: str) -> BenchError:
+    name, equals, value = text[max(text.rfind(" ", 0, start), text.rfind("\n", 0, start)) + 1 : start + 40].partition(
+        "="
+    )
     return BenchError(
-        f"a quote opened at {_short(text[start : start + 40])!r} does not close",
+        f"a quote opened in {name + equals + mask(name, value)!r} does not close",
         where=where,
         todo="was the render cut short, or is there a line break in a flag?",
     )

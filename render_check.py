@@ -31,7 +31,7 @@ from render_edit import (
     libtpu_carriers,
     output_directory,
 )
-from render_slice import slice_value
+from render_slice import slice_value, topology_of
 
 Path = tuple[str, ...]
 Real = tuple[str | int, ...]  # a path of the trainer's own document
@@ -193,8 +193,8 @@ def _wanted(path: Path, before: Any, real: Real, trainer: Trainer, plan: Plan) -
         ("spec", "failurePolicy"): "{}",
         ("spec", "failurePolicy", "maxRestarts"): 0,
     }
-    if before is not MISSING:
-        fixed[(*labels, f"[{GANG_LABEL}]")] = plan.name
+    if before is not MISSING and path[-1] == f"[{GANG_LABEL}]":
+        return plan.name
     if plan.queue is not None:
         fixed |= {labels: "{}", (*labels, f"[{QUEUE_LABEL}]"): plan.queue}
     if plan.namespace is not None:
@@ -228,7 +228,9 @@ def _wanted_of_old(path: Path, before: Any, real: Real, trainer: Trainer, plan: 
     if before == plan.old_name and (carries_name(trainer.document.data, real) or path[-2:-1] == ("args",)):
         return plan.name
     if plan.slice is not None:
-        want = slice_value(real, at(trainer.document.data, real), trainer.workers, plan.slice)
+        want = slice_value(
+            real, at(trainer.document.data, real), trainer.workers, topology_of(trainer.document), plan.slice
+        )
         if want is not None:
             return want.partition("=")[2] if path[-2:-1] == ("args",) else want
     return before

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import bench_script
 from bench_common import BenchError, is_secret
 from launch_render import Client, Document, Word, kube_escape, list_tokens, walk
-from render_slice import Slice, set_slice
+from render_slice import Slice, set_slice, topology_of
 
 GANG_LABEL = "scheduling.x-k8s.io/gang-id"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -120,7 +120,7 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
     _set_restarts(document)
     _set_scheduling(document, plan)
     if plan.slice is not None:
-        set_slice(document, trainer.workers, plan.slice)
+        set_slice(document, trainer.workers, topology_of(trainer.document), plan.slice)
     if plan.sidecars_init:
         _move_sidecars(document, trainer)
     return document
@@ -128,11 +128,8 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
 
 def _rename(document: dict[str, Any], plan: Plan) -> None:
     document["metadata"]["name"] = plan.name
-    labels = document["metadata"].get("labels")
-    if isinstance(labels, dict) and GANG_LABEL in labels:
-        labels[GANG_LABEL] = plan.name
     for path, value in list(walk(document)):
-        if value == plan.old_name and carries_name(document, path):
+        if path[-1:] == (GANG_LABEL,) or (value == plan.old_name and carries_name(document, path)):
             at(document, path[:-1])[path[-1]] = plan.name
         elif isinstance(value, str) and value.endswith(f"={plan.old_name}") and path[-2:-1] == ("args",):
             at(document, path[:-1])[path[-1]] = value[: -len(plan.old_name)] + plan.name
@@ -305,10 +302,10 @@ def maxtext_raw(client: Client, plan: Plan) -> str | None:
     word = last_word(client, "MAXTEXT_EXTRA_FLAGS")
     keys = [token.partition("=")[0] for token in (word.text.split() if word else ())]
     edits = [*own_maxtext_edits(client, plan, keys), *plan.of_kind("maxtext")]
-    return edit_tokens(word, edits, lambda edit: f"{edit.key}={edit.value}") if edits else None
+    return edit_tokens("MAXTEXT_EXTRA_FLAGS", word, edits, lambda edit: f"{edit.key}={edit.value}") if edits else None
 
 
-def edit_tokens(word: Word | None, edits: Iterable[Edit], write: Callable[[Edit], str]) -> str:
+def edit_tokens(name: str, word: Word | None, edits: Iterable[Edit], write: Callable[[Edit], str]) -> str:
     """Return the shell text of a blank-separated list with the edits applied; what is live in it stays as written."""
 
     def key_of(token: str) -> str:
@@ -321,7 +318,7 @@ def edit_tokens(word: Word | None, edits: Iterable[Edit], write: Callable[[Edit]
     match = re.fullmatch(r"""(["'])([^"'\\]*)\1""", word.raw)
     if match is None:
         raise BenchError(
-            f"{word.raw[:40]!r}... mixes quotes and what bash expands, and cannot be edited",
+            f"{name} mixes quotes and what bash expands, and cannot be edited",
             todo="write it in one pair of quotes in the launcher",
         )
     quote, text = match.groups()
@@ -387,8 +384,8 @@ class _LibtpuEdits:
             return None
         if self.client_word is None and self.client_entry is not None:
             base = Word("''", _value_of(self.client_entry))  # the assignment overrules the container's variable
-            return edit_tokens(base, edits, _libtpu_token)
-        return edit_tokens(self.client_word or Word("''", ""), edits, _libtpu_token)
+            return edit_tokens("LIBTPU_INIT_ARGS", base, edits, _libtpu_token)
+        return edit_tokens("LIBTPU_INIT_ARGS", self.client_word or Word("''", ""), edits, _libtpu_token)
 
     def edit_containers(self) -> None:
         """Edit the workers' LIBTPU_INIT_ARGS and the proxy's args, in place."""

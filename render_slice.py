@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench_common import BenchError
-from launch_render import walk
+from launch_render import Document, slice_of, walk
 
 CHIPS_PER_HOST = 4  # google.com/tpu of a worker pod, in every launcher template
 
@@ -26,6 +26,7 @@ class TpuType:
 
     Sources: Tunix's yaml_generator.py for the names; cloud.google.com/tpu/docs for cores per chip and
     dimensions of a topology. JAX has one device per core, and a v5p's two cores count as one (megacore).
+    tpuv6ea is taken to be as tpuv6e; no public page describes it.
     """
 
     names: tuple[str, ...]
@@ -48,7 +49,6 @@ TOPOLOGY = "cloud.google.com/gke-tpu-topology"
 SLICE_TOPOLOGY = "cloud.google.com/gke-tpu-slice-topology"
 REQUIRED_TOPOLOGY = "kueue.x-k8s.io/podset-slice-required-topology"
 SLICE_SIZE = "kueue.x-k8s.io/podset-slice-size"
-HOST_TOPOLOGY = "2x2x1"  # older launchers name one host here, for every slice
 PARTITION_ID = re.compile(r"(cloud\.google\.com/gke-tpu-partition-)[0-9x]+(-id)")
 PARTITION_STATE = re.compile(r"(cloud\.google\.com/gke-tpu-partition-)[0-9x]+(-state)")
 
@@ -109,33 +109,39 @@ def parse_slice(text: str) -> Slice:
     return result
 
 
-def set_slice(document: dict[str, Any], workers: tuple[str | int, ...], new: Slice) -> None:
+def topology_of(document: Document) -> str:
+    """Return the topology of a trainer's slice as its resource manager has it (`4x4x8`); empty where it has none."""
+    return (slice_of(document) or "").partition(":")[2]
+
+
+def set_slice(document: dict[str, Any], workers: tuple[str | int, ...], old: str, new: Slice) -> None:
     """Write a slice into every field of a Pathways trainer that depends on it, in place.
 
     Args:
       workers: path of the replicatedJob that holds the TPU workers.
+      old: topology that the document was made for.
     """
     for path, node in list(walk(document)):
         if isinstance(node, dict | list):
             for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
-                wanted = slice_value((*path, key), value, workers, new)
+                wanted = slice_value((*path, key), value, workers, old, new)
                 if wanted is not None:
                     node[key] = wanted
 
 
-def slice_value(path: tuple[str | int, ...], value: Any, workers: tuple[str | int, ...], new: Slice) -> Any:
+def slice_value(path: tuple[str | int, ...], value: Any, workers: tuple[str | int, ...], old: str, new: Slice) -> Any:
     """Return what a field must hold for a slice, or None where the field does not depend on it.
 
     Args:
       path, value: of the field in the trainer's document.
-      workers: path of the replicatedJob that holds the TPU workers.
+      workers, old: as in `set_slice`.
     """
     key = path[-1]
     if key in ("completions", "parallelism") and path[:-1] == (*workers, "template", "spec"):
         return new.hosts
     if key == ACCELERATOR and "nodeSelector" in path:
         return new.tpu.accelerator
-    if key == TOPOLOGY or (key == SLICE_TOPOLOGY and value != HOST_TOPOLOGY):
+    if key == TOPOLOGY or (key == SLICE_TOPOLOGY and value == old):  # older launchers name one host there
         return new.topology
     if key == SLICE_SIZE:
         return str(new.partition_hosts)

@@ -148,6 +148,12 @@ def test_shell_words_agree_with_bash(commands):
         assert not any((word.live and "$(" not in word.text) or word.operator for word in words), text
 
 
+def test_an_open_quote_shows_no_secret():
+    with pytest.raises(BenchError) as error:
+        lr.shell_words('A=1 HF_TOKEN="s3cr3t more  B=2')
+    assert str(error.value).startswith("a quote opened in 'HF_TOKEN=***' does not close")
+
+
 @pytest.mark.parametrize(
     ("text", "live", "bare"),
     [

@@ -517,6 +517,21 @@ def test_a_mesh_that_did_not_fit_before_is_only_named(run):
     assert result.code == 0 and "the mesh has 8 devices, and tpuv5:2x2x1 has 4 JAX devices" in result.err
 
 
+def test_a_slice_of_one_host_grows(run):
+    text = re.sub(r"4x4x8", "2x2x1", DRYRUN.read_text())
+    text = text.replace("completions: 32", "completions: 1").replace("parallelism: 32", "parallelism: 1")
+    result = run(text, "--slice", "tpu7x:4x4x4", "--trainer-arg", "mesh_fsdp=16")
+    assert 'gke-tpu-slice-topology: "4x4x4"' in result.out
+    job = result.data["spec"]["replicatedJobs"][1]["template"]["spec"]
+    assert (job["completions"], job["parallelism"]) == (16, 16)
+
+
+def test_the_gang_is_left_on_pods_too(run):
+    label = 'annotations:\n              scheduling.x-k8s.io/gang-id: "tiny"\n              cluster-autoscaler'
+    result = run(TINY.read_text().replace("annotations:\n              cluster-autoscaler", label))
+    assert result.out.count("gang-id: flags-a") == 3 and 'gang-id: "tiny"' not in result.out
+
+
 def test_older_dynamic_slicing_that_names_one_host_is_kept(run):
     text = re.sub(r"(gke-tpu-slice-topology): 4x4x8", r"\1: 2x2x1", DRYRUN.read_text())
     assert 'gke-tpu-slice-topology: "2x2x1"' in run(text, "--slice", "tpu7x:4x4x4", "--trainer-arg", "mesh_fsdp=16").out
