@@ -49,7 +49,7 @@ _MATMUL_TARGETS = re.compile(r"__cublas\$|__cudnn\$conv|__onednn\$matmul|__trito
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})')
 _THREAD = re.compile(r'async_execution_thread="([^"]*)"')
-_CALLEE = re.compile(r", calls=%?([^\s,{}]+)")
+_CALLEE = re.compile(r", (calls|to_apply|body|condition|called_computations)=\{?%?([^\s,{}]+)(?=[,}\s]|$)")
 _CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
 MAX_COUNT = 1 << 100  # more executions, bytes or operations than that are nonsense
 _MAX_DEPTH = 150  # of computations inside computations; real modules stay under 20
@@ -173,11 +173,17 @@ class Prefix:
         return Cover(*(b - a for a, b in zip(low, high, strict=True)))
 
 
+def count_inside(positions: list[int], segment: Segment) -> int:
+    """Return how many of the sorted positions lie in a segment."""
+    return max(0, bisect.bisect_left(positions, segment.before) - bisect.bisect_right(positions, segment.after))
+
+
 class Track:
     """The work of one scheduled computation by position, and by thread for what runs asynchronously."""
 
     def __init__(self) -> None:
-        self.main = Prefix()
+        self.main = Prefix()  # all but the light instructions, whose positions are enough
+        self.light: list[int] = []
         self.started: dict[str, Prefix] = {}
         self.running: dict[str, Prefix] = {}
         self.opcodes: dict[str, list[int]] = {}
@@ -189,23 +195,35 @@ class Track:
         Work on other threads counts when it starts inside or is still running at the beginning; work on
         the collective's own thread waits for it and counts for nothing.
         """
-        cover = self.main.between(segment.after, segment.before)
+        cover = self.own(segment)
         for name, prefix in self.started.items():
             if name and name == thread:
                 continue
             cover = cover.plus(prefix.between(segment.after, segment.before))
             cover = cover.plus(self.running[name].upto(segment.after))
-        inside = bisect.bisect_left(self.busy, segment.before) - bisect.bisect_right(self.busy, segment.after)
-        return cover, max(inside, 0)
+        return cover, count_inside(self.busy, segment)
+
+    def own(self, segment: Segment) -> Cover:
+        """Return the work of the main thread inside a segment."""
+        light = count_inside(self.light, segment)
+        return self.main.between(segment.after, segment.before).plus(Cover(light=light))
 
     def histogram(self, segment: Segment) -> dict[str, int]:
         """Return how many instructions of each opcode lie in a segment, plumbing left out."""
         found = {}
         for opcode, positions in self.opcodes.items():
-            count = bisect.bisect_left(positions, segment.before) - bisect.bisect_right(positions, segment.after)
-            if count > 0:
+            count = count_inside(positions, segment)
+            if count:
                 found[opcode] = count
         return found
+
+
+class Digest(NamedTuple):
+    """The light instructions of a computation by number, the others by position."""
+
+    light: int
+    work: list[int]  # matrix products, kernels, and what calls computations
+    moves: list[int]  # collectives, and what calls computations
 
 
 class Program:
@@ -216,6 +234,8 @@ class Program:
         self.assume_trips = assume_trips
         self.callers: dict[int, tuple[Computation, int]] = {}  # id of a computation -> who calls it (one of them)
         self._called: dict[tuple[int, int], dict[str, list[Computation]]] = {}
+        self._bodies: dict[tuple[int, int], list[Computation]] = {}
+        self._digests: dict[int, Digest] = {}
         self._inside: dict[int, Cover] = {}
         self._collectives: dict[int, list[tuple[Computation, int, Times]]] = {}
         self._trips: dict[tuple[int, int], int | None] = {}
@@ -230,19 +250,39 @@ class Program:
         key = (id(computation), at)
         found = self._called.get(key)
         if found is None:
-            text, opcode = computation.texts[at], computation.opcodes[at]
-            callee = _plain_callee(text) if opcode == "fusion" else None
-            if callee in self.module.by_name:
-                found = {"calls": [self.module.by_name[callee]]}
-            elif opcode == "custom-call" and not any(key in text for key in _CUSTOM_CALL_KEYS):
-                found = {}
-            else:
-                found = hlo_text.called(computation, at, self.module)
-            self._called[key] = found
+            found = self._called[key] = self._plainly_called(computation, at)
+            if found is None:
+                found = self._called[key] = hlo_text.called(computation, at, self.module)
         return found
+
+    def _plainly_called(self, computation: Computation, at: int) -> dict[str, list[Computation]] | None:
+        """Return what an instruction names, without taking its attributes apart; None where that needs care."""
+        text, opcode = computation.texts[at], computation.opcodes[at]
+        if opcode == "custom-call" and not any(key in text for key in _CUSTOM_CALL_KEYS):
+            return {}
+        if opcode == "conditional":
+            return None
+        found: dict[str, list[Computation]] = {}
+        for match in _CALLEE.finditer(text):
+            place = match.start()
+            if text.count('"', 0, place) % 2:
+                continue  # inside a quoted string
+            if text.find("\\", 0, place) >= 0 or match[2] not in self.module.by_name:
+                return None
+            found[match[1]] = [self.module.by_name[match[2]]]
+            if opcode != "while" or len(found) == 2:
+                break
+        return found or None
 
     def bodies(self, computation: Computation, at: int) -> list[Computation]:
         """Return the computations that instruction `at` runs: what it calls, but no loop condition or reducer."""
+        key = (id(computation), at)
+        found = self._bodies.get(key)
+        if found is None:
+            found = self._bodies[key] = self._read_bodies(computation, at)
+        return found
+
+    def _read_bodies(self, computation: Computation, at: int) -> list[Computation]:
         opcode, found = computation.opcodes[at], self.called(computation, at)
         if opcode == "while":
             return found.get("body", [])
@@ -262,24 +302,37 @@ class Program:
                 todo="give the text as the compiler wrote it",
             )
 
+    def digest(self, computation: Computation) -> Digest:
+        """Return which instructions of a computation deserve a closer look."""
+        key = id(computation)
+        if key not in self._digests:
+            light, closely = 0, False
+            for opcode, count in Counter(computation.opcodes).items():
+                sort = SORT[opcode]
+                if sort == "light":
+                    light += count
+                elif sort != "none":
+                    closely = True
+            work: list[int] = []
+            moves: list[int] = []
+            for at, opcode in enumerate(computation.opcodes) if closely else ():
+                sort = SORT[opcode]
+                if sort in ("matmul", "kernel", "caller"):
+                    work.append(at)
+                if sort in ("collective", "caller"):
+                    moves.append(at)
+            self._digests[key] = Digest(light, work, moves)
+        return self._digests[key]
+
     def inside(self, computation: Computation) -> Cover:
         """Return the work of one run of a computation."""
         key = id(computation)
         if key not in self._inside:
             self._descend()
-            counts = Counter(computation.opcodes)
-            light, closely = 0, set()
-            for opcode, count in counts.items():
-                sort = SORT[opcode]
-                if sort == "light":
-                    light += count
-                elif sort in ("matmul", "kernel", "caller"):
-                    closely.add(opcode)
-            total = Cover(light=light)
-            if closely:
-                for at, opcode in enumerate(computation.opcodes):
-                    if opcode in closely:
-                        total = total.plus(self.cover(computation, at))
+            digest = self.digest(computation)
+            total = Cover(light=digest.light)
+            for at in digest.work:
+                total = total.plus(self.cover(computation, at))
             self._inside[key] = total
             self._depth -= 1
         return self._inside[key]
@@ -309,9 +362,16 @@ class Program:
         total = covers[0] if covers else Cover(light=1)
         for cover in covers[1:]:
             total = total.plus(cover)
-        if any(self.collectives_in(body) for body in bodies) and not self._carries(bodies):
+        if self.communicates(bodies) and not self._carries(bodies):
             total = total._replace(light=0)  # the plumbing of a fused collective is no cover for another
         return total
+
+    def communicates(self, bodies: list[Computation]) -> bool:
+        """Whether a collective runs inside any of the computations."""
+        for body in bodies:
+            if self.collectives_in(body):
+                return True
+        return False
 
     def _carries(self, bodies: list[Computation]) -> bool:
         """Whether a fusion does work of its own while it carries an async collective on."""
@@ -323,22 +383,14 @@ class Program:
         if key not in self._collectives:
             self._descend()
             found: list[tuple[Computation, int, Times]] = []
-            closely = {op for op in set(computation.opcodes) if SORT[op] in ("collective", "caller")}
-            if not closely:
-                self._collectives[key] = found
-                self._depth -= 1
-                return found
-            for at, opcode in enumerate(computation.opcodes):
-                if opcode not in closely:
-                    continue
-                if SORT[opcode] == "collective":
+            for at in self.digest(computation).moves:
+                if SORT[computation.opcodes[at]] == "collective":
                     found.append((computation, at, ONCE))
-                else:
-                    times = self._runs(computation, at)
-                    for body in self.bodies(computation, at):
-                        found += [
-                            (where, place, times.times(inner)) for where, place, inner in self.collectives_in(body)
-                        ]
+                    continue
+                times = self._runs(computation, at)
+                for body in self.bodies(computation, at):
+                    inside = self.collectives_in(body)
+                    found += [(where, place, times.times(inner)) for where, place, inner in inside]
             self._collectives[key] = found
             self._depth -= 1
         return self._collectives[key]
@@ -378,11 +430,15 @@ class Program:
                 continue
             track.busy.append(at)
             track.opcodes.setdefault(opcode, []).append(at)
-            work = self.cover(computation, at)
-            if work == NOTHING:
+            sort = SORT[opcode]
+            if sort == "light":
+                track.light.append(at)  # an asynchronous copy covers where it is issued, not while it flies
+                continue
+            work = self.cover(computation, at) if sort != "none" else NOTHING
+            if work is NOTHING or work == NOTHING:
                 continue
             if not opcode.endswith("-start") or work.light == 1 == sum(work):
-                track.main.add(at, work)  # an asynchronous copy covers where it is issued, not while it flies
+                track.main.add(at, work)
                 continue
             thread = thread_of(computation, at)
             track.started.setdefault(thread, Prefix()).add(at, work)
@@ -408,13 +464,6 @@ class Program:
                         found.setdefault(start, position)
             self._dones[key] = found
         return self._dones[key].get(at)
-
-
-def _plain_callee(text: str) -> str | None:
-    """Return what a fusion calls, where XLA prints it: before any attribute that can hold quoted text."""
-    place = text.find(", calls=")
-    found = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
-    return found[1] if found else None
 
 
 def thread_of(computation: Computation, at: int) -> str:
@@ -469,12 +518,11 @@ def matmul_flops(computation: Computation, at: int) -> int | None:
     """
     refs = hlo_text.operands(computation, at)
     output = hlo_shapes.elements(hlo_text.shape_of(computation, at))
-    given = hlo_text.attributes(computation, at)
     if len(refs) < 2:
         return None
     if computation.opcodes[at].startswith("dot"):
         left = hlo_text.shape_of_ref(computation, refs[0])
-        dims = _CONTRACTING.match(given.get("lhs_contracting_dims", ""))
+        dims = _CONTRACTING.match(hlo_text.attribute(computation, at, "lhs_contracting_dims"))
         if not isinstance(left, hlo_shapes.Array) or dims is None:
             return None
         places = [int(place) for place in re.findall(r"\d{1,9}", dims[1])]
@@ -482,7 +530,7 @@ def matmul_flops(computation: Computation, at: int) -> int | None:
             return None
         return 2 * output * _product(left.dims[place] for place in places)
     right = hlo_text.shape_of_ref(computation, refs[1])
-    labels = _DIM_LABELS.match(given.get("dim_labels", ""))
+    labels = _DIM_LABELS.match(hlo_text.attribute(computation, at, "dim_labels"))
     if not isinstance(right, hlo_shapes.Array) or labels is None or len(labels[1]) != len(right.dims):
         return None
     return 2 * output * _product(size for label, size in zip(labels[1], right.dims, strict=True) if label != "o")

@@ -167,7 +167,7 @@ def wire_bytes(kind: str, output: int | None, group: int | None) -> int | None:
     """
     if kind == "send" or group == 1:
         return 0
-    if output is None:
+    if output is None or group == 0:  # a group of nobody is broken text
         return None
     if kind in ("collective-permute", "collective-broadcast", "recv"):
         return output
@@ -191,14 +191,13 @@ def analyse(module: Module, assume_trips: int | None = None, overlap: bool = Tru
     order = report.order = scheduled_computations(program, report)
     starts: dict[tuple[int, int], list[Collective]] = {}
     for computation in order:
-        for at, opcode in enumerate(computation.opcodes):
-            if opcode in NO_WORK or opcode.endswith(("-done", "-update")):
-                continue
+        for at in program.digest(computation).moves:
             found = collectives_at(program, computation, at)
             if found:
                 starts[(id(computation), at)] = found
                 report.collectives += found
-            elif opcode.endswith("-start"):
+        for at, opcode in enumerate(computation.opcodes):
+            if opcode.endswith("-start") and (id(computation), at) not in starts:
                 copy = memory_copy(program, computation, at)
                 if copy:
                     report.copies.append(copy)
@@ -243,7 +242,8 @@ def scheduled_computations(program: Program, report: Report) -> list[Computation
 
 def schedule_calls(program: Program, computation: Computation) -> Iterator[tuple[Computation, Times, int]]:
     """Yield (callee, times per run, position) for the callees of a computation that run as schedules."""
-    for at, opcode in enumerate(computation.opcodes):
+    for at in program.digest(computation).work:
+        opcode = computation.opcodes[at]
         if opcode in ("while", "call", "conditional"):
             times = program._runs(computation, at)
             for body in program.bodies(computation, at):
@@ -310,7 +310,7 @@ def collectives_at(program: Program, computation: Computation, at: int) -> list[
     if opcode in ("while", "call", "conditional") or SORT[opcode] != "caller":
         return []
     bodies = program.bodies(computation, at)
-    if not any(program.collectives_in(body) for body in bodies):
+    if not program.communicates(bodies):
         return []
     if opcode == "fusion":
         program.fused.add((id(computation), at))
@@ -410,21 +410,21 @@ def group_of(
     module: Module, where: Computation, place: int, kind: str
 ) -> tuple[int | None, tuple[str, ...], hlo_shapes.Groups | None]:
     """Return (devices per group, named mesh axes, groups as written) of a collective."""
-    given = hlo_text.attributes(where, place)
     if kind in ("send", "recv"):
         return None, (), None
     if kind == "collective-permute":
-        return hlo_shapes.permute_ring(given.get("source_target_pairs", "")), (), None
-    value = given.get("replica_groups")
-    if value is None:
+        return hlo_shapes.permute_ring(hlo_text.attribute(where, place, "source_target_pairs")), (), None
+    value = hlo_text.attribute(where, place, "replica_groups")
+    if not value:
         return None, (), None
     groups = hlo_shapes.read_groups(value)
     replicas, partitions = module.count("replica_count"), module.count("num_partitions")
     size = groups.size
-    channel = "channel_id" in given
+    channel = bool(hlo_text.attribute(where, place, "channel_id"))
+    flat = bool(hlo_text.attribute(where, place, "use_global_device_ids"))
     if size is None and not groups.mesh:  # `{}`: everybody
         size = partitions if channel and replicas == 1 else replicas
-    elif channel and "use_global_device_ids" not in given and kind in ("all-gather", "all-reduce", "reduce-scatter"):
+    elif channel and not flat and kind in ("all-gather", "all-reduce", "reduce-scatter"):
         # XLA's cross-replica-and-partition mode: the ids are replicas, and all partitions take part.
         if not groups.mesh and replicas is not None and partitions is not None and replicas > 1:
             size = size * partitions if size is not None else None
@@ -492,8 +492,8 @@ def hidden_calls(program: Program) -> list[Hidden]:
     """Return the custom calls that may communicate without being collectives of HLO."""
     found = []
     for computation in program.module.computations:
-        for at, opcode in enumerate(computation.opcodes):
-            if opcode not in ("custom-call", "custom-call-start"):
+        for at in program.digest(computation).work:
+            if computation.opcodes[at] not in ("custom-call", "custom-call-start"):
                 continue
             text = computation.texts[at]
             match = TARGET.search(text)
@@ -589,9 +589,9 @@ def window_unions(program: Program, order: list[Computation], windows: dict[tupl
             if segment.before > begin + 1:
                 part = Segment(computation, begin, segment.before)
                 covered += sum(track.histogram(part).values())
-                cover = cover.plus(track.main.between(begin, segment.before))
+                cover = cover.plus(track.own(part))
             reach = max(reach, segment.before - 1)
-        total = track.main.between(-1, len(computation.names))
+        total = track.own(Segment(computation, -1, len(computation.names)))
         found.append(Union(computation, len(mine), len(track.busy), covered, cover, total))
     return found
 

@@ -182,8 +182,10 @@ class _Reader:
             here.texts.append(line)
             here.lines.append(number)
             self.wrapped = None
-            if line[-1] in '{([" ' and here is not self.broken:
-                number = self._until_balanced(lines, number)
+            end = line[-1]
+            if end in "{([ " or (end == '"' and line.count('"') & 1):
+                if here is not self.broken:
+                    number = self._until_balanced(lines, number)
 
     def _other(self, lines: list[str], at: int) -> int:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
@@ -522,6 +524,22 @@ def attributes(computation: Computation, at: int) -> dict[str, str]:
             found.setdefault(key, value.strip())
             last = key
     return found
+
+
+def attribute(computation: Computation, at: int, key: str) -> str:
+    """Return one attribute of instruction `at` as printed, empty when it has none."""
+    text = computation.texts[at]
+    mark = f" {key}="
+    place = text.find(mark)
+    if place < 0:
+        return attributes(computation, at).get(key, "") if f"{key}=" in text else ""
+    if text[place - 1] != "," or text.find('"', 0, place) >= 0:
+        return attributes(computation, at).get(key, "")  # it may stand inside a quoted text or another attribute
+    value = next(_pieces(text, place + len(mark), len(text)))
+    after = place + len(mark) + len(value)
+    if text.startswith(", device_ids=", after):
+        return attributes(computation, at).get(key, "")
+    return value.strip()
 
 
 CALL_KEYS = (

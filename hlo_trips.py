@@ -93,7 +93,7 @@ class TripReader:
         if len(refs) != 2:
             return None
         left, right = self._value(where, refs[0], frame), self._value(where, refs[1], frame)
-        direction = hlo_text.attributes(where, at).get("direction", "")
+        direction = hlo_text.attribute(where, at, "direction")
         return (left, right, direction) if left and right else None
 
     def _step(self, body: Computation, element: int) -> int | None:
