@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -30,6 +31,7 @@ LONGEST_LINE_BYTES = 2**20  # a longer line without a line end is cut: it is no 
 OTHER_FORMS_BYTES = 16 * 2**20  # a result JSON or a key=value file is far smaller
 BLOCK_REACH_LINES = 50_000  # a key this far behind its block belongs to another one
 NEVER_LOGGED = ("hf_access_token",)  # KEYS_NO_LOGGING of MaxText's pyconfig; a result JSON has it, masked
+MAX_INTERLEAVED = 64  # processes that nothing tells apart and whose lines are mixed
 MAX_BLOCKS = 1024  # 128 hosts x 8 restarts; bounds the memory
 
 
@@ -222,11 +224,13 @@ def _blocks(entries: Iterator[_Entry], source: str) -> tuple[list[Block], _Entry
     last = None
     pool: dict[str, str] = {}  # equal texts are kept once
     waiting: list[tuple[Block, _Entry, _Entry | None]] = []
+    open_blocks: dict[str, deque[Block]] = {}
     widths: set[int] = set()
     for entry in entries:
         if waiting and waiting[-1][2] is None:
             waiting[-1] = (waiting[-1][0], waiting[-1][1], entry)
-        block = _block_of(entry, blocks)
+        mine = open_blocks.setdefault(entry.process, deque(maxlen=MAX_INTERLEAVED))
+        block = _block_of(entry, mine)
         if block is None:
             if len(blocks) == MAX_BLOCKS:
                 raise BenchError(
@@ -236,6 +240,7 @@ def _blocks(entries: Iterator[_Entry], source: str) -> tuple[list[Block], _Entry
                 )
             block = Block(entry.process, entry.line, entry.line)
             blocks.append(block)
+            mine.append(block)
         block.last_key, block.last_line = entry.key, entry.line
         block.values[pool.setdefault(entry.key, entry.key)] = pool.setdefault(entry.value, entry.value)
         if entry.wrapped_at:
@@ -248,18 +253,10 @@ def _blocks(entries: Iterator[_Entry], source: str) -> tuple[list[Block], _Entry
     return blocks, last
 
 
-def _block_of(entry: _Entry, blocks: list[Block]) -> Block | None:
-    """Return the open block this key continues: the one of its process whose last key is next before it."""
-    best = None
-    for block in reversed(blocks):
-        if (
-            block.process == entry.process
-            and block.last_key < entry.key
-            and entry.line - block.last_line <= BLOCK_REACH_LINES
-            and (best is None or (block.last_key, block.last_line) > (best.last_key, best.last_line))
-        ):
-            best = block
-    return best
+def _block_of(entry: _Entry, blocks: Iterable[Block]) -> Block | None:
+    """Return the one of a process's open blocks that this key continues: whose last key is next before it."""
+    fitting = [b for b in blocks if b.last_key < entry.key and entry.line - b.last_line <= BLOCK_REACH_LINES]
+    return max(fitting, key=lambda block: (block.last_key, block.last_line), default=None)
 
 
 def _rounds(blocks: list[Block]) -> list[list[Block]]:

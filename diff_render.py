@@ -68,6 +68,7 @@ class Change:
     texts: tuple[str, str] | None = None  # of embedded sources, for --show-sources
 
     def as_json(self, allowed: str | None) -> dict[str, Any]:
+        """Return the entry of the JSON report; `allowed` is the reason, None where there is none."""
         entry = {"path": path_text(self.path), "kind": self.kind, "a": self.a, "b": self.b, "allowed": allowed}
         entry["noise"] = self.noise
         return entry if self.at is None else entry | {"at": self.at}
@@ -221,6 +222,7 @@ class Pair:
 
     @property
     def step(self) -> str:
+        """The first step of the document's paths: `JobSet:NAME`, or `JobSet:NAME|NAME` after a rename."""
         names = sorted({d.name for d in (self.a, self.b) if d})
         kinds = sorted({d.kind for d in (self.a, self.b) if d})
         return f"{'|'.join(kinds)}:{'|'.join(names)}"
@@ -500,6 +502,7 @@ def markdown_report(document: dict[str, Any], diffs: dict[str, str]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
     parser = argparse.ArgumentParser(
         prog=TOOL, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -517,6 +520,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the tool; return its exit status."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if [args.a, args.b, args.allow].count("-") > 1:

@@ -136,6 +136,7 @@ def measure_memory(folder: pathlib.Path) -> dict[str, object]:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, the best counts (default: 3)")
     parser.add_argument("--big", action="store_true", help="also the 2 GiB log (takes 2 GiB of disk for a while)")
@@ -144,6 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measure and print; return 0 where every target was met."""
     args = build_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

@@ -22,10 +22,13 @@ from hypothesis import strategies as st
 
 import allow_list
 import bench_config
+import config_keys
 import config_log
 import diff_config
 import launch_render
-from diff_config import main, meaning, same_value
+from bench_common import BenchError
+from config_keys import meaning, same_value
+from diff_config import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures_diff"
@@ -234,7 +237,7 @@ SAME = [
 DIFFERENT = [
     ("1", "True"), ("0", "False"), ("0", ""), ("0", "None"), ("7", "8"), ("a", "A"), ("64", "sixty-four"),
     ("[1, 2]", "[2, 1]"),
-    ("[1]", "1"), ("['1']", "[1]"), ("{'a': 1}", "{'a': 2}"), ("RematLocation.DEVICE", "RematLocation.REMAT"),
+    ("[1]", "1"), ("9" * 5000, "9" * 5001), ("['1']", "[1]"), ("{'a': 1}", "{'a': 2}"), ("RematLocation.DEVICE", "RematLocation.REMAT"),
     ("RematLocation.DEVICE", "remat"), ("none", "None"), ("False", "None"), ("[True]", "[1]"), ("1.10.0", "1.1.0"),
     ("full", ""), ("[]", "None"), ("CustomRule.DEFAULT", "cp-as-ep"),
 ]  # fmt: skip
@@ -264,7 +267,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.di
 def test_what_python_prints_is_read_back(value):
     if isinstance(value, str):
         return
-    assert diff_config._same(meaning(str(value)), value)
+    assert config_keys._same(meaning(str(value)), value)
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -646,6 +649,15 @@ def test_one_mutation_is_one_difference(data):
     result = compared(a, b)
     found = [item for name in ("changed", "only_a", "only_b", "derived", "volatile") for item in getattr(result, name)]
     assert [item["key"] for item in found] == [key + "_" if how == "add" else key]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.lists(st.binary(max_size=30) | st.sampled_from([b"Config param a: [", b"\nConfig param b: 1", b"]\n", b"'"])))
+def test_any_bytes_give_a_configuration_or_one_clear_error(pieces):
+    try:
+        assert config_log._read(io.BytesIO(b"".join(pieces)), "x").rounds
+    except BenchError as error:
+        assert "\n" not in str(error) and str(error).startswith("x")
 
 
 # --- MaxText's own output ------------------------------------------------------------------------
