@@ -33,7 +33,7 @@ def program_hash(module: hlo_text.Module) -> str:
     for computation in module.computations:
         digest.update(f"\n{'ENTRY' if computation.entry else 'comp'} {computation.thread}\n".encode())
         local = {name: place for place, name in enumerate(computation.names)}
-        for at in range(len(computation.names)):
+        for at in range(len(computation)):
             digest.update(_plain(computation, at, local, numbers).encode())
     return digest.hexdigest()[:16]
 
@@ -75,7 +75,7 @@ def compare(left: Answer, right: Answer) -> dict[str, Any]:
                 "file": side.file,
                 "name": module.name or None,
                 "program_hash": program_hash(module),
-                "instructions": sum(len(computation.names) for computation in module.computations),
+                "instructions": sum(len(computation) for computation in module.computations),
                 "whiles": len(side.report.loops),
                 "trip_counts": [loop.trip_count for loop in side.report.loops],
                 "collectives": sum(row.static for row in side.rows),

@@ -141,7 +141,7 @@ def fused_role(program: Program, computation: Computation, at: int) -> str | Non
     if computation.opcodes[at] != "fusion":
         return None
     bodies = program.bodies(computation, at)
-    if not bodies or not bodies[0].names or not program.collectives_in(bodies[0]):
+    if not bodies or not len(bodies[0]) or not program.collectives_in(bodies[0]):
         return None
     for place, opcode in enumerate(bodies[0].opcodes):
         if opcode == "custom-call":
@@ -162,7 +162,7 @@ def window_of(found: Found, home: Computation, done: int) -> tuple[int, Window]:
     begin = found.at
     if found.update is not None and not hlo_text.operands(found.computation, found.at):
         begin = found.update  # late binding: before the update there is nothing to move
-    size = len(found.computation.names)
+    size = len(found.computation)
     if found.crossed is None:
         return 0, Window((Segment(home, begin, done),), (home, done))
     loop_home, loop_at, body, _ = found.crossed

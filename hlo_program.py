@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -169,8 +168,9 @@ class Prefix:
 
     def between(self, after: int, before: int) -> Cover:
         """Return the sum over positions strictly between the two."""
-        low, high = self.upto(after + 1), self.upto(before)
-        return Cover(*(b - a for a, b in zip(low, high, strict=True)))
+        a, b, c, d, e = self.upto(after + 1)
+        f, g, h, i, j = self.upto(before)
+        return Cover(f - a, g - b, h - c, i - d, j - e)
 
 
 def count_inside(positions: list[int], segment: Segment) -> int:
@@ -306,21 +306,18 @@ class Program:
         """Return which instructions of a computation deserve a closer look."""
         key = id(computation)
         if key not in self._digests:
-            light, closely = 0, False
-            for opcode, count in Counter(computation.opcodes).items():
-                sort = SORT[opcode]
-                if sort == "light":
-                    light += count
-                elif sort != "none":
-                    closely = True
+            light = 0
             work: list[int] = []
             moves: list[int] = []
-            for at, opcode in enumerate(computation.opcodes) if closely else ():
+            for at, opcode in enumerate(computation.opcodes):
                 sort = SORT[opcode]
-                if sort in ("matmul", "kernel", "caller"):
-                    work.append(at)
-                if sort in ("collective", "caller"):
-                    moves.append(at)
+                if sort == "light":
+                    light += 1
+                elif sort != "none":
+                    if sort != "collective":
+                        work.append(at)
+                    if sort == "collective" or sort == "caller":
+                        moves.append(at)
             self._digests[key] = Digest(light, work, moves)
         return self._digests[key]
 

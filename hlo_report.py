@@ -338,7 +338,7 @@ def heading(found: Answer) -> list[str]:
     """Return what the module is: name, size, schedule, loops."""
     report, module = found.report, found.report.module
     order = "scheduled" if module.scheduled else "NOT SCHEDULED: counts without overlap"
-    instructions = sum(len(computation.names) for computation in module.computations)
+    instructions = sum(len(computation) for computation in module.computations)
     lines = [
         f"{found.file}: {module.name or 'no module name'}",
         f"{order}; {len(module.computations)} computations, {instructions} instructions",
@@ -401,13 +401,13 @@ def module_json(found: Answer) -> dict[str, Any]:
         "scheduled": module.scheduled,
         "truncated": module.truncated,
         "computations": len(module.computations),
-        "instructions": sum(len(computation.names) for computation in module.computations),
+        "instructions": sum(len(computation) for computation in module.computations),
         "loops": [
             {
                 "computation": loop.computation.name,
                 "trip_count": loop.trip_count,
                 "inside": loop.where.name,
-                "line": loop.where.lines[loop.at],
+                "line": loop.where.line_of(loop.at),
             }
             for loop in report.loops
         ],
@@ -416,7 +416,7 @@ def module_json(found: Answer) -> dict[str, Any]:
             {
                 "computation": hidden.computation.name,
                 "name": hidden.computation.names[hidden.at],
-                "line": hidden.computation.lines[hidden.at],
+                "line": hidden.computation.line_of(hidden.at),
                 "target": hidden.target,
                 "reason": hidden.reason,
             }
@@ -554,7 +554,7 @@ def _async_events(report: Report, computation: hlo_text.Computation, ids: dict[i
     """Yield the windows that begin in a computation, on their threads, with arrows from start to done."""
     lanes: dict[str, list[int]] = {}  # thread -> where each of its tracks is free again
     tracks: dict[tuple[str, int], int] = {}
-    process, size = ids[id(computation)], len(computation.names)
+    process, size = ids[id(computation)], len(computation)
     for one in sorted(report.collectives, key=lambda one: one.at):
         if one.computation is not computation or one.category in ("sync", None):
             continue
@@ -586,7 +586,7 @@ def _slice(
     process: int, track: int, computation: hlo_text.Computation, at: int, begin: int, end: int
 ) -> dict[str, Any]:
     opcode = computation.opcodes[at]
-    where = {"name": computation.names[at], "opcode": opcode, "line": computation.lines[at]}
+    where = {"name": computation.names[at], "opcode": opcode, "line": computation.line_of(at)}
     size = {"ts": begin, "dur": end - begin}
     return {
         "ph": "X",

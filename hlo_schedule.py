@@ -89,7 +89,7 @@ class Collective:
 
     @property
     def line(self) -> int:
-        return self.computation.lines[self.at]
+        return self.computation.line_of(self.at)
 
     @property
     def wire_per_step(self) -> Times:
@@ -388,13 +388,13 @@ def _output_shape(where: Computation, place: int) -> hlo_shapes.Shape:
 def _looks_fused(program: Program, where: Computation) -> bool:
     """Whether a computation whose caller is cut off is an all-reduce-scatter fusion: it ends in a dynamic-slice."""
     alone = not where.entry and id(where) not in program.callers
-    return alone and len(where.names) <= _MAX_FUSED and where.opcodes[where.root_index] == "dynamic-slice"
+    return alone and len(where) <= _MAX_FUSED and where.opcodes[where.root_index] == "dynamic-slice"
 
 
 def _scattered(where: Computation, place: int) -> hlo_shapes.Shape | None:
     """Return the shape of the dynamic-slice that takes this all-reduce apart, or None."""
     names = {where.names[place]}
-    for at in range(place + 1, min(len(where.names), place + _MAX_FUSED)):
+    for at in range(place + 1, min(len(where), place + _MAX_FUSED)):
         opcode = where.opcodes[at]
         if opcode not in ("dynamic-slice", "bitcast", "copy", "convert", "reshape", "get-tuple-element"):
             continue
@@ -591,7 +591,7 @@ def window_unions(program: Program, order: list[Computation], windows: dict[tupl
                 covered += sum(track.histogram(part).values())
                 cover = cover.plus(track.own(part))
             reach = max(reach, segment.before - 1)
-        total = track.own(Segment(computation, -1, len(computation.names)))
+        total = track.own(Segment(computation, -1, len(computation)))
         found.append(Union(computation, len(mine), len(track.busy), covered, cover, total))
     return found
 

@@ -14,6 +14,7 @@ Standard library only, and bench_common for the one-line errors.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,9 +24,9 @@ from hlo_shapes import Array, Shape, read_shape
 
 # `  ROOT %fusion.3 = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, u32[]) fusion(%p.1), kind=kLoop, calls=%c` : the shape is
 # one word, or a tuple in brackets; inside a tuple no blank is followed by a lower-case word and a bracket.
-_PLAIN = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*[^\s(]\S*[ ]+([a-z][a-z0-9\-]*)\(")
+_PLAIN = re.compile(r"[ \t]*(ROOT[ ]+)?%?[^\s=(){},]+[ ]*=[ ]*([^\s(]\S*)[ ]+([a-z][a-z0-9\-]*)\(")
 # The same when the shape is a tuple: find ` opcode(` behind it.
-_TUPLE_HEAD = re.compile(r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*(?=\()")
+_TUPLE_HEAD = re.compile(r"[ \t]*(ROOT[ ]+)?%?[^\s=(){},]+[ ]*=[ ]*(?=\()")
 _OPCODE = re.compile(r"[)}][ ]+([a-z][a-z0-9\-]*)\(")
 # `%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {`, `ENTRY test {`, `wide.body {`
 _HEADER_NAME = re.compile(r"[ \t]*(ENTRY[ \t]+)?%?([^\s=(){},\"]+)[ \t\n]*(?=[({])")
@@ -53,40 +54,66 @@ class Computation:
         "entry",
         "thread",
         "line",
-        "names",
         "opcodes",
         "texts",
-        "lines",
         "root",
         "closed",
+        "extra_lines",
         "known_operands",
+        "_names",
         "_index",
     )
 
     def __init__(self, name: str, entry: bool, line: int):
-        self.name, self.entry, self.line = name, entry, line
+        self.name, self.entry = name, entry
+        self.line = line  # of its header, 1-based
         self.thread = ""  # of `}, execution_thread="sparsecore"`; empty is the main thread
-        self.names: list[str] = []
         self.opcodes: list[str] = []
         self.texts: list[str] = []
-        self.lines: list[int] = []  # 1-based
         self.root = -1
         self.closed = False
+        self.extra_lines: list[int] = []  # a line that begins no instruction: how many instructions it follows
         self.known_operands: dict[int, list[Ref]] = {}
+        self._names: list[str] | None = None
         self._index: dict[str, int] | None = None
 
+    def __len__(self) -> int:
+        return len(self.opcodes)
+
+    def __bool__(self) -> bool:
+        return True  # also without instructions
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the instructions, without `%`."""
+        if self._names is None or len(self._names) != len(self.texts):
+            self._names = [_name_of(text) for text in self.texts]
+        return self._names
+
     def index(self, name: str) -> int | None:
-        """Return the position of the instruction of this name, or None."""
-        if self._index is None or len(self._index) < len(self.names):
+        """Return the position of the first instruction of this name, or None."""
+        if self._index is None:
             self._index = {}
             for position, known in enumerate(self.names):
                 self._index.setdefault(known, position)
         return self._index.get(name)
 
+    def line_of(self, at: int) -> int:
+        """Return the line of instruction `at` in the file, 1-based."""
+        return self.line + 1 + at + bisect.bisect_right(self.extra_lines, at)
+
     @property
     def root_index(self) -> int:
         """Position of the ROOT, else of the last instruction; -1 when there is none."""
-        return self.root if self.root >= 0 else len(self.names) - 1
+        return self.root if self.root >= 0 else len(self.opcodes) - 1
+
+
+def _name_of(text: str) -> str:
+    found = _NAME.match(text)
+    return found[1] if found else ""
+
+
+_NAME = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?([^\s=(){},]+)")
 
 
 class Module:
@@ -168,19 +195,17 @@ class _Reader:
                 continue
             match = plain(line)
             if match is not None:
-                is_root, name, opcode = match.groups()
+                is_root, _, opcode = match.groups()
             else:
                 found = _tuple_instruction(line)
                 if found is None:
                     number = self._other(lines, number - 1)
                     continue
-                is_root, name, opcode = found
+                is_root, opcode = found
             if is_root:
-                here.root = len(here.names)
-            here.names.append(name)
+                here.root = len(here.opcodes)
             here.opcodes.append(known.setdefault(opcode, opcode))
             here.texts.append(line)
-            here.lines.append(number)
             self.wrapped = None
             end = line[-1]
             if end in "{([ " or (end == '"' and line.count('"') & 1):
@@ -195,6 +220,8 @@ class _Reader:
             self._give_up_pending()
             return self._module(lines, at)
         if not bare or bare.startswith("//"):
+            if here is not None:
+                here.extra_lines.append(len(here.opcodes))
             return at + 1
         if here is None:
             self._outside(line, at)
@@ -220,8 +247,13 @@ class _Reader:
                 here.texts[-1] += "\n" + lines[at]
             self.wrapped_lines += 1
             self._balance(here).feed("\n" + lines[at])
+            here.extra_lines.append(len(here.opcodes))
             return at + 1
-        return max(self._until_balanced(lines, at), at + 1)
+        after = self._until_balanced(lines, at)
+        if after > at:
+            return after
+        here.extra_lines.append(len(here.opcodes))
+        return at + 1
 
     def _module(self, lines: list[str], at: int) -> int:
         header, first = [lines[at].strip()], at
@@ -266,11 +298,10 @@ class _Reader:
         found = split_instruction(text) if not _ASSIGNS.match(line) else None
         if found is not None:
             if found.root:
-                here.root = len(here.names)
-            here.names.append(found.name)
+                here.root = len(here.opcodes)
             here.opcodes.append(found.opcode)
             here.texts.append(text)
-            here.lines.append(self.pending_line)
+            here.extra_lines += [len(here.opcodes)] * (len(self.pending) - 1)
             self.pending, self.wrapped = [], None
         elif len(self.pending) > _MAX_WRAPPED_LINES or line.strip() == "}" or _ASSIGNS.match(line):
             self._give_up_pending()
@@ -301,6 +332,7 @@ class _Reader:
             self.broken, self.wrapped = here, None
             return begin
         here.texts[-1] = "\n".join(parts)
+        here.extra_lines += [len(here.opcodes)] * (at - begin)
         return at
 
     def _balance(self, here: Computation) -> _Balance:
@@ -371,13 +403,13 @@ _QUOTED = re.compile(r"[^\"\\]*+(?:\\.[^\"\\]*+)*+", re.DOTALL)
 _QUOTE_OR_BRACKET = re.compile(r"[\"()\[\]{}]")
 
 
-def _tuple_instruction(line: str) -> tuple[str | None, str, str] | None:
-    """Return (root, name, opcode) of an instruction line whose shape is a tuple, or None."""
+def _tuple_instruction(line: str) -> tuple[str | None, str] | None:
+    """Return (root, opcode) of an instruction line whose shape is a tuple, or None."""
     head = _TUPLE_HEAD.match(line)
     if head is None:
         return None
     tail = _tuple_tail(line, head.end())
-    return (head[1], head[2], tail[1]) if tail else None
+    return (head[1], tail[1]) if tail else None
 
 
 def _tuple_tail(text: str, begin: int) -> re.Match[str] | None:
@@ -395,7 +427,6 @@ class Parts(NamedTuple):
     """The pieces of one instruction's text."""
 
     root: bool
-    name: str
     shape: str
     opcode: str
     operands: int  # where the operands begin, behind the bracket
@@ -405,8 +436,7 @@ def split_instruction(text: str) -> Parts | None:
     """Return the pieces of an instruction, or None when the text is none."""
     match = _PLAIN.match(text)
     if match is not None:
-        shape = text[match.end(2) : match.start(3)].lstrip(" =").rstrip()
-        return Parts(bool(match[1]), match[2], shape, match[3], match.end())
+        return Parts(bool(match[1]), match[2], match[3], match.end())
     head = _TUPLE_HEAD.match(text)
     if head is None:
         return None
@@ -414,7 +444,7 @@ def split_instruction(text: str) -> Parts | None:
     if tail is None:
         return None
     shape = text[head.end() : tail.start(1)].strip()
-    return Parts(bool(head[1]), head[2], shape, tail[1], tail.end())
+    return Parts(bool(head[1]), shape, tail[1], tail.end())
 
 
 def parts(computation: Computation, at: int) -> Parts:
@@ -574,7 +604,7 @@ _INLINE_SPLIT = re.compile(r"(?:^|[ \t\n])(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]+(?
 
 def inline_computation(value: str, outer: Computation, at: int) -> Computation:
     """Return the computation written inside an attribute: `to_apply={ a = f32[] parameter(0) ... }`."""
-    made = Computation(f"{outer.names[at]}.inline", False, outer.lines[at])
+    made = Computation(f"{outer.names[at]}.inline", False, outer.line_of(at))
     body = value.strip()[1:-1]
     starts = [match.start() for match in _INLINE_SPLIT.finditer(body)]
     for begin, end in zip(starts, [*starts[1:], len(body)], strict=True):
@@ -582,11 +612,9 @@ def inline_computation(value: str, outer: Computation, at: int) -> Computation:
         found = split_instruction(text)
         if found is not None:
             if found.root:
-                made.root = len(made.names)
-            made.names.append(found.name)
+                made.root = len(made.opcodes)
             made.opcodes.append(found.opcode)
             made.texts.append(text)
-            made.lines.append(outer.lines[at] + value.count("\n", 0, begin + 1))
     made.closed = True
     return made
 
