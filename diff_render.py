@@ -339,10 +339,11 @@ def report(
 
 
 KINDS = ("changed", "added", "removed", "renamed", "reordered")
+ALLOWED = "allowed"
 SECTIONS = (
     ("differences", lambda e: not e["allowed"] and not e["noise"]),
     ("without effect", lambda e: not e["allowed"] and e["noise"]),
-    ("allowed", lambda e: bool(e["allowed"])),
+    (ALLOWED, lambda e: bool(e["allowed"])),
 )
 _BOILERPLATE = ("spec", "template", "replicatedJobs", "containers")
 
@@ -354,17 +355,41 @@ def text_report(document: dict[str, Any], diffs: dict[str, str]) -> str:
         entries = [e for e in document.get("changes", ()) if belongs(e)]
         if entries:
             lines += ["", f"{title} ({len(entries)})"]
-        place = None
-        for entry in entries:
-            steps = [s for s in path_steps(entry["path"]) if s not in _BOILERPLATE]
-            if steps[:-1] != place:
-                place = steps[:-1]
-                lines += _place_lines(place)
-            lines += _entry_lines(entry, steps[-1] if steps else "(all)", diffs)
+            lines += _by_reason(entries) if title == ALLOWED else _by_place(entries, diffs)
     if document["stale_allowances"]:
         lines += ["", f"stale allowances ({len(document['stale_allowances'])}): they match nothing"]
         lines += [f"  {entry['where']}: {entry['path']}" for entry in document["stale_allowances"]]
     return "\n".join([*lines, "", _verdict(document)]) + "\n"
+
+
+def _shown_steps(entry: dict[str, Any]) -> list[str]:
+    return [s for s in path_steps(entry["path"]) if s not in _BOILERPLATE] or ["(all)"]
+
+
+def _by_place(entries: list[dict[str, Any]], diffs: dict[str, str]) -> list[str]:
+    lines: list[str] = []
+    place = None
+    for entry in entries:
+        *parents, step = _shown_steps(entry)
+        if parents != place:
+            place = parents
+            lines += _place_lines(place)
+        lines += _entry_lines(entry, step, diffs)
+    return lines
+
+
+def _by_reason(entries: list[dict[str, Any]]) -> list[str]:
+    """Return what is allowed, under each reason one line per difference."""
+    lines: list[str] = []
+    for reason in dict.fromkeys(entry["allowed"] for entry in entries):
+        lines += textwrap.wrap(reason, 78, initial_indent="  ", subsequent_indent="  ")
+        for entry in (entry for entry in entries if entry["allowed"] == reason):
+            text = " > ".join(_shown_steps(entry))
+            text = text if len(text) <= 65 else "..." + text[-62:]
+            change = _change(entry)
+            fits = entry["kind"] != "reordered" and len(text) + len(change) <= 63
+            lines.append(f"    {entry['kind']:<9}  {text}  {change if fits else ''}".rstrip())
+    return lines
 
 
 def _place_lines(place: list[str]) -> list[str]:
@@ -382,8 +407,7 @@ def _headline(document: dict[str, Any]) -> str:
 
 def _entry_lines(entry: dict[str, Any], step: str, diffs: dict[str, str]) -> list[str]:
     head = f"    {entry['kind']:<9}  {step}"
-    left, right = _value(entry, "a"), _value(entry, "b")
-    change = " -> ".join(text for text in (left, right) if text is not None)
+    change = _change(entry)
     if entry["path"] in diffs:
         body = [piece for line in _few_lines(diffs[entry["path"]]) for piece in _diff_line(line)]
     elif entry["kind"] == "reordered":
@@ -391,15 +415,14 @@ def _entry_lines(entry: dict[str, Any], step: str, diffs: dict[str, str]) -> lis
     elif len(head) + len(change) <= 76:
         head, body = f"{head}  {change}", []
     else:
-        body = _two_lines(left, right)
+        body = _two_lines(_value(entry, "a"), _value(entry, "b"))
     why = entry["noise"] or ""
     body += [f"               {why}: no effect"] if why else []
-    return [head.rstrip(), *body, *_reason_lines(entry["allowed"])]
+    return [head.rstrip(), *body]
 
 
-def _reason_lines(reason: str | None) -> list[str]:
-    indent = " " * 15
-    return textwrap.wrap(f"allowed: {reason}", 80, initial_indent=indent, subsequent_indent=indent) if reason else []
+def _change(entry: dict[str, Any]) -> str:
+    return " -> ".join(text for text in (_value(entry, "a"), _value(entry, "b")) if text is not None)
 
 
 def _value(entry: dict[str, Any], side: str) -> str | None:

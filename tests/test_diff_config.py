@@ -237,7 +237,8 @@ SAME = [
 DIFFERENT = [
     ("1", "True"), ("0", "False"), ("0", ""), ("0", "None"), ("7", "8"), ("a", "A"), ("64", "sixty-four"),
     ("[1, 2]", "[2, 1]"),
-    ("[1]", "1"), ("9" * 5000, "9" * 5001), ("['1']", "[1]"), ("{'a': 1}", "{'a': 2}"), ("RematLocation.DEVICE", "RematLocation.REMAT"),
+    ("[1]", "1"), ("9" * 5000, "9" * 5001),
+    ("['1']", "[1]"), ("{'a': 1}", "{'a': 2}"), ("RematLocation.DEVICE", "RematLocation.REMAT"),
     ("RematLocation.DEVICE", "remat"), ("none", "None"), ("False", "None"), ("[True]", "[1]"), ("1.10.0", "1.1.0"),
     ("full", ""), ("[]", "None"), ("CustomRule.DEFAULT", "cp-as-ep"),
 ]  # fmt: skip
