@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench_common import BenchError, decode, read_bytes
 from launch_render import DRIVER_FILE, HEREDOC_MARKER, Word, kube_escape, kube_expand
@@ -48,13 +48,11 @@ while [ -n "$STOPPING" ]; do
   [ "$STATUS" -eq 127 ] || EXIT_CODE=$STATUS
 done
 rm -rf "$BENCH_DIR"
-echo "EXIT_CODE=$EXIT_CODE"
 exit "$EXIT_CODE"
 """
 
 
-@dataclass(frozen=True)
-class Startup:
+class Startup(NamedTuple):
     """The parts of a bench's start-up command.
 
     Attributes:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_common import BenchError, mask
 
@@ -20,8 +19,7 @@ MAX_DEPTH = 100  # of nesting; a JobSet has some 20
 MAX_RENDER_BYTES = 16 * 2**20  # a launch render is some 50 KB; beyond this it is something else
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """One Kubernetes object of a render."""
 
     data: dict[str, Any]
@@ -42,8 +40,7 @@ class Document:
         return f"{self.source}:{self.line}"
 
 
-@dataclass(frozen=True)
-class Render:
+class Render(NamedTuple):
     """The objects of one stream in order, and what was passed over on the way (for stderr)."""
 
     documents: list[Document]
@@ -242,8 +239,7 @@ HEREDOC_MARKER = "BENCH_DRIVER_EOF"
 DRIVER_FILE = "bench_driver.py"
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """One word of a shell command that stands in a container's `command`."""
 
     raw: str  # as written, quotes and all
@@ -258,8 +254,7 @@ class Word:
         return kube_expand(self.text, {})
 
 
-@dataclass(frozen=True)
-class Client:
+class Client(NamedTuple):
     """What a client container runs, taken apart.
 
     `script` is the `bash -c` string. Its start-up command stands between a line `(` and a line
@@ -276,7 +271,7 @@ class Client:
     assignments: list[tuple[str, Word]]  # name, and its word whose value is what follows the `=`
     program: list[Word]  # ["python", "-m", RUNTIME_MODULE] or ["python", ".../bench_driver.py"]
     argv: list[Word]
-    sources: dict[str, str] = field(default_factory=dict)  # file name -> text of embedded heredocs
+    sources: dict[str, str] = {}  # file name -> text of embedded heredocs
 
     @property
     def env(self) -> dict[str, str]:

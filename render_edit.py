@@ -11,7 +11,6 @@ import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import bench_script
@@ -44,8 +43,7 @@ class Edit(NamedTuple):
     unset: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What was asked for, checked."""
 
     name: str
@@ -61,7 +59,7 @@ class Plan:
     sidecars_init: bool = False
     keep_secrets: frozenset[str] = frozenset()
     driver_flags: tuple[str, ...] = ()  # as text for the shell
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = {}
     provenance: tuple[tuple[str, str], ...] = ()
 
     def of_kind(self, kind: str) -> list[Edit]:
@@ -75,8 +73,7 @@ class Plan:
         return bare not in self.keep_secrets and not any(edit.key == bare and not edit.unset for edit in self.edits)
 
 
-@dataclass(frozen=True)
-class Trainer:
+class Trainer(NamedTuple):
     """The trainer of a launch, and where its parts are."""
 
     document: Document

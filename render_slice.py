@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_common import BenchError
 from launch_render import Document, slice_of, walk
@@ -20,8 +19,7 @@ from launch_render import Document, slice_of, walk
 CHIPS_PER_HOST = 4  # google.com/tpu of a worker pod, in every launcher template
 
 
-@dataclass(frozen=True)
-class TpuType:
+class TpuType(NamedTuple):
     """One TPU type: its names in launchers, and what each field calls it.
 
     Sources: Tunix's yaml_generator.py for the names; cloud.google.com/tpu/docs for cores per chip and
@@ -53,8 +51,7 @@ PARTITION_ID = re.compile(r"(cloud\.google\.com/gke-tpu-partition-)[0-9x]+(-id)"
 PARTITION_STATE = re.compile(r"(cloud\.google\.com/gke-tpu-partition-)[0-9x]+(-state)")
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A TPU slice: its type and topology (`4x4x8`)."""
 
     tpu: TpuType

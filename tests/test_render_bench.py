@@ -656,6 +656,18 @@ def test_live_words_stay_live_beside_edits(run, tmp_path):
     assert "--lora_rank=field-POD_INDEX" in shlex.split(env["TRAINER_ARGV"])
 
 
+def test_the_wrapper_prints_nothing_of_its_own(run, tmp_path):
+    """The driver's last line of stdout is its result; nothing may follow it."""
+    client = run(DRYRUN).client
+    execute(client.script, client.container, tmp_path / "x")
+    done = subprocess.run(
+        ["bash", "-c", lr.kube_expand(client.script, {})],
+        env={"PATH": f"{tmp_path}/x/bin:/usr/bin:/bin", "RECORD": str(tmp_path)},
+        capture_output=True,
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
 @pytest.mark.parametrize("status", [0, 3, 75, 127, 143])
 def test_the_wrapper_keeps_the_exit_status(run, tmp_path, status):
     client = run(DRYRUN).client
