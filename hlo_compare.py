@@ -6,7 +6,6 @@ lines removed, so that two compilations of one program agree. Standard library o
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from typing import Any
@@ -28,6 +27,8 @@ _HEADER_DROP = re.compile(r"^HloModule\s+[^\s,]+,?|frontend_attributes=\{[^{}]*\
 
 def program_hash(module: hlo_text.Module) -> str:
     """Return a hash of what a module computes in which order: names, ids, channels and source lines removed."""
+    import hashlib  # slow to load, and only a comparison needs it
+
     digest = hashlib.sha256(_HEADER_DROP.sub("", module.header).strip().encode())
     numbers = {computation.name: place for place, computation in enumerate(module.computations)}
     for computation in module.computations:

@@ -136,7 +136,17 @@ class _Sorts(dict):
         return sort
 
 
+class _Ends(dict):
+    """The part of an asynchronous operation that an opcode names: "start", "update", "done" or ""."""
+
+    def __missing__(self, opcode: str) -> str:
+        end = opcode.rpartition("-")[2]
+        self[opcode] = end if end in ("start", "update", "done") else ""
+        return self[opcode]
+
+
 SORT = _Sorts()
+END = _Ends()
 _FIXED_COVER = {
     "none": NOTHING,
     "collective": NOTHING,
@@ -262,6 +272,11 @@ class Program:
             return {}
         if opcode == "conditional":
             return None
+        if opcode == "fusion":  # most of all: XLA prints its callee before anything quoted
+            place = text.find(", calls=")
+            match = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
+            if match is not None and match[2] in self.module.by_name:
+                return {"calls": [self.module.by_name[match[2]]]}
         found: dict[str, list[Computation]] = {}
         for match in _CALLEE.finditer(text):
             place = match.start()
@@ -434,7 +449,7 @@ class Program:
             work = self.cover(computation, at) if sort != "none" else NOTHING
             if work is NOTHING or work == NOTHING:
                 continue
-            if not opcode.endswith("-start") or work.light == 1 == sum(work):
+            if END[opcode] != "start" or work.light == 1 == sum(work):
                 track.main.add(at, work)
                 continue
             thread = thread_of(computation, at)
@@ -455,7 +470,7 @@ class Program:
         if key not in self._dones:
             found: dict[int, int] = {}
             for position, opcode in enumerate(computation.opcodes):
-                if opcode.endswith("-done"):
+                if END[opcode] == "done":
                     start, _ = start_in_place(computation, position)
                     if start is not None:
                         found.setdefault(start, position)

@@ -20,6 +20,7 @@ from hlo_pairs import Window, find_starts, fused_role, is_fused_start, trace_bac
 from hlo_program import (
     COLLECTIVES,
     EMPTY_TARGETS,
+    END,
     MOVES,
     NEVER,
     NO_WORK,
@@ -197,7 +198,7 @@ def analyse(module: Module, assume_trips: int | None = None, overlap: bool = Tru
                 starts[(id(computation), at)] = found
                 report.collectives += found
         for at, opcode in enumerate(computation.opcodes):
-            if opcode.endswith("-start") and (id(computation), at) not in starts:
+            if END[opcode] == "start" and (id(computation), at) not in starts:
                 copy = memory_copy(program, computation, at)
                 if copy:
                     report.copies.append(copy)
@@ -527,7 +528,7 @@ def pair_windows(
             if fused:
                 if (id(computation), at) not in program.fused or fused_role(program, computation, at) != "done":
                     continue
-            elif not opcode.endswith("-done"):
+            elif END[opcode] != "done":
                 continue
             found = find_starts(program, computation, at)
             if not found and (fused or opcode[:-5] in COLLECTIVES):
