@@ -272,11 +272,6 @@ class Program:
             return {}
         if opcode == "conditional":
             return None
-        if opcode == "fusion":  # most of all: XLA prints its callee before anything quoted
-            place = text.find(", calls=")
-            match = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
-            if match is not None and match[2] in self.module.by_name:
-                return {"calls": [self.module.by_name[match[2]]]}
         found: dict[str, list[Computation]] = {}
         for match in _CALLEE.finditer(text):
             place = match.start()
@@ -298,7 +293,14 @@ class Program:
         return found
 
     def _read_bodies(self, computation: Computation, at: int) -> list[Computation]:
-        opcode, found = computation.opcodes[at], self.called(computation, at)
+        opcode = computation.opcodes[at]
+        if opcode == "fusion":  # most of all: XLA prints its callee before anything quoted
+            text = computation.texts[at]
+            place = text.find(", calls=")
+            match = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
+            if match is not None and match[2] in self.module.by_name:
+                return [self.module.by_name[match[2]]]
+        found = self.called(computation, at)
         if opcode == "while":
             return found.get("body", [])
         if opcode == "conditional":

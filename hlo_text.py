@@ -215,6 +215,14 @@ class _Reader:
     def _other(self, lines: list[str], at: int) -> int:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
         line, here = lines[at], self.open
+        if here is None and not self.pending:
+            if not line:
+                return at + 1
+            if line[0] == "%" and line[-1] == "{" and ") -> " in line:  # `%body (p: f32[4]) -> f32[4] {`
+                name, blank, rest = line.partition(" ")
+                if blank and rest[0] == "(" and _NAME.fullmatch(name):
+                    self._open(Computation(name[1:], False, at + 1))
+                    return at + 1
         bare = line.strip()
         if bare.startswith("HloModule "):
             self._give_up_pending()
