@@ -54,7 +54,7 @@ Array = Any  # a numpy or JAX array
 _fixed = jax.lax.stop_gradient
 
 
-# The four names MaxText imports ----------------------------------------------------------------------------
+# ---- The four names MaxText imports
 
 
 @struct.dataclass
@@ -177,7 +177,7 @@ def _new_module(name: str) -> types.ModuleType:
     return module
 
 
-# Options ---------------------------------------------------------------------------------------------------
+# ---- Options
 
 _CHOICES = {
     "algo_variant": ("grpo", "drgrpo", "gspo-token", "dapo"),
@@ -245,35 +245,34 @@ class GRPOConfig:
             if wrong:
                 raise _wrong(what)
 
-    def _conflicts(self) -> dict[str, bool]:
-        tis, threshold, cap = self.truncated_importance_sampling_type, self.seq_logprob_error_threshold, "_ratio"
+    def _conflicts(self) -> dict[str, Any]:
+        tis, threshold = self.truncated_importance_sampling_type, self.seq_logprob_error_threshold
+        drops = self.overlong_loss_masking or threshold is not None
+        lowest = min(self.epsilon, self.epsilon_high, self.temperature or 0)
         bands = {
-            "truncated_importance_sampling" + cap: (
-                self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio, tis),
-            "sampler_rs": (self.sampler_rs_min, self.sampler_rs_max, self.sampler_rs),
+            "truncated_importance_sampling_ratio": (
+                tis, self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio),
+            "sampler_rs": (self.sampler_rs, self.sampler_rs_min, self.sampler_rs_max),
         }  # fmt: skip
-        found = {
+        return {
             "num_generations is below 2": self.num_generations < 2,
-            "epsilon, epsilon_high or temperature is negative": min(
-                self.epsilon, self.epsilon_high, self.temperature or 0
-            ) < 0,
+            "epsilon, epsilon_high or temperature is negative": lowest < 0,
             "seq_logprob_error_threshold is below 1, which exp|x| never is": threshold is not None and threshold < 1,
-            "sampler_is_threshold is not above 0; None means no cap": (
-                self.sampler_is_threshold is not None and self.sampler_is_threshold <= 0),
-            "truncated_importance_sampling_type sets the weights that sampler_is and sampler_rs set; use one": bool(
-                tis and (self.sampler_is or self.sampler_rs)),
-            "seq-mask-tis with use_rollout_logps counts the sampler's ratio twice; set use_rollout_logps=False": bool(
-                tis and self.use_rollout_logps),
-            "sequence-mean-token-sum-norm divides by a constant, which dropped sequences cannot leave; use another "
-            "loss_agg_mode, or neither overlong_loss_masking nor seq_logprob_error_threshold": (
-                self.loss_agg_mode == "sequence-mean-token-sum-norm"
-                and (self.overlong_loss_masking or threshold is not None)),
-        }  # fmt: skip
-        for name, (low, high, used) in bands.items():
-            both = low is not None and high is not None
-            found[f"the band of {name} needs both ends, not below 0 and not reversed"] = (
-                not (0 <= low <= high) if both else bool(used) or low is not high)  # fmt: skip
-        return found
+            "sampler_is_threshold is not above 0; None means no cap": self.sampler_is_threshold is not None
+            and self.sampler_is_threshold <= 0,
+            "truncated_importance_sampling_type, sampler_is and sampler_rs set the same weights; use one": tis
+            and (self.sampler_is or self.sampler_rs),
+            "seq-mask-tis with use_rollout_logps counts the sampler's ratio twice; set use_rollout_logps=False": tis
+            and self.use_rollout_logps,
+            "sequence-mean-token-sum-norm divides by a constant, which a dropped sequence cannot leave; use another "
+            "loss_agg_mode, or no gate": self.loss_agg_mode == "sequence-mean-token-sum-norm" and drops,
+            **{
+                f"the band of {name} needs both ends, not below 0 and not reversed": (used or low is not high)
+                if low is None or high is None
+                else not 0 <= low <= high
+                for name, (used, low, high) in bands.items()
+            },
+        }
 
 
 def build_gen_model_input_fn(algo_config: GRPOConfig, pad_id: int, eos_id: int) -> Callable[[Any], dict[str, Any]]:
@@ -288,7 +287,7 @@ def build_gen_model_input_fn(algo_config: GRPOConfig, pad_id: int, eos_id: int) 
     return lambda payload: {"train_example": payload, **constant}
 
 
-# Per-token log-probabilities -------------------------------------------------------------------------------
+# ---- Per-token log-probabilities
 
 
 def process_ids(
@@ -402,7 +401,7 @@ def _score_in_chunks(head: Callable, hidden: Array, targets: Array, chunk_size: 
     return jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(rows, -1)[:, :width], out)
 
 
-# The GRPO loss ---------------------------------------------------------------------------------------------
+# ---- The GRPO loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -597,7 +596,7 @@ def compute_kl(logps: Array, reference: Array, mode: str, clamp: float | None) -
     return kl if clamp is None else jnp.clip(kl, -clamp, clamp)
 
 
-# Metrics: they cost host time per micro-batch in the full run, so as many are here --------------------------
+# ---- Metrics: they cost host time per micro-batch in the full run, so as many are here
 
 
 def _mean(values: Array, mask: Array) -> Array:
@@ -688,7 +687,7 @@ def _drift_metrics(sequences: Sequences, scored: Array, drift: Array, sampler: A
     return {f"sampler_is/{name}": value for name, value in aux.items()}
 
 
-# The worker ------------------------------------------------------------------------------------------------
+# ---- The worker
 
 _NEXT_STATES = {
     "PENDING": ("INITIALIZING", "STOPPED", "ERROR"),
@@ -704,22 +703,27 @@ WorkerState = enum.StrEnum("WorkerState", {name: name for name in _NEXT_STATES})
 
 
 @dataclasses.dataclass(kw_only=True)
-class Response:
-    """An answer: the request's id, and what the worker says about itself."""
-
+class _Message:
     request_id: str = ""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainRequest(Response):
+class Response(_Message):
+    """An answer: the request's id, and what the worker says about itself."""
+
+    error: Any = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainRequest(_Message):
     """One micro-batch to train on."""
 
     payload: RLTrainerPayload
 
 
 @dataclasses.dataclass(kw_only=True)
-class LogprobsRequest(Response):
+class LogprobsRequest(_Message):
     """Rows to score under the live weights: tokens as in a payload, packed or padded."""
 
     prompt_tokens: Array
@@ -865,8 +869,9 @@ class TrainerWorker:
         return types.SimpleNamespace(worker_id=self._worker_id, roles=frozenset({"trainer"}), resources=resources)
 
     def heartbeat(self) -> types.SimpleNamespace:
-        """Return state, last_error and heartbeat_unix_s."""
-        return types.SimpleNamespace(state=self.state, last_error=self._last_error, heartbeat_unix_s=time.time())
+        """Return state, policy_version, last_error and heartbeat_unix_s."""
+        health = {"policy_version": self._about()["policy_version"], "last_error": self._last_error}
+        return types.SimpleNamespace(state=self.state, heartbeat_unix_s=time.time(), **health)
 
     @_inside
     def with_loss_fn(self, loss_fn: Callable, has_aux: bool = False) -> Response:
