@@ -13,7 +13,7 @@ output directory and the run's name become the bench's own.
 Exit status: 0 rendered; 2 could not be rendered, nothing printed.
 
 Examples:
-  # the trainer as it is, for three steps more than the default
+  # the trainer as it is, for fifteen steps
   DRY_RUN=true ./launch.sh | render_bench.py --launch-render - --name base --steps 15 | kubectl apply -f -
   # two MaxText flags changed, one libtpu flag on a smaller slice
   render_bench.py --launch-render run.yaml --name flags-a --maxtext num_moe_token_chunks=4 --maxtext sa_block_q=512

@@ -430,7 +430,7 @@ def _value_of(entry: dict[str, Any] | None) -> str:
 
 def _add_env(container: dict[str, Any], name: str) -> dict[str, Any]:
     """Add a variable where launchers put theirs: after the constants, before what the pod's fields give."""
-    env = container.setdefault("env", [])
+    env = container["env"] = container.get("env") or []
     place = next((i for i, entry in enumerate(env) if "valueFrom" in entry), len(env))
     env.insert(place, {"name": name, "value": ""})
     return env[place]

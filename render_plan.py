@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import bench_script
@@ -25,6 +26,7 @@ from launch_render import (
     read_render,
     script_role,
     slice_of,
+    walk,
 )
 from render_edit import (
     GANG_LABEL,
@@ -112,24 +114,50 @@ def _no_trainer(launch: Render, roles: list[tuple[str, Document]], name: str | N
 
 
 def _check_shape(launch: Render, document: Document, path: tuple[str | int, ...]) -> None:
-    """Refuse a trainer that is no JobSet, or whose end is missing."""
+    """Refuse a trainer that is no JobSet of the form that launchers print, or whose end is missing."""
     pod = ("template", "spec", "template", "spec", "containers")
     if document.kind != "JobSet" or path[:2] != ("spec", "replicatedJobs") or path[3:-1] != pod:
         raise BenchError(
             f"the trainer runs in a {document.kind} of an unknown form", where=document.where, todo="expected a JobSet"
         )
-    spec = document.data["spec"]
-    jobs = spec["replicatedJobs"]
-    whole = isinstance(document.data.get("metadata"), dict) and document.name and all(
-        isinstance(job, dict) and isinstance(job.get("name"), str) and pod_of(job) is not None for job in jobs
-    )  # fmt: skip
-    policy = spec.get("successPolicy")
+    jobs = document.data["spec"]["replicatedJobs"]
+    whole = document.name and all(pod_of(job) is not None and isinstance(job.get("name"), str) for job in jobs)
+    policy = document.data["spec"].get("successPolicy")
     # Every Pathways template ends with the names that a success takes.
     ended = isinstance(policy, dict) and bool(policy.get("targetReplicatedJobs"))
     if not whole or (not ended and len(jobs) > 1) or (document is launch.documents[-1] and not launch.ended):
         raise BenchError(
             f"the JobSet {document.name} was cut short", where=document.where, todo="capture the whole dry run"
         )
+    for place, node in walk(document.data):
+        form = _FORMS.get(place[-1]) if place else None
+        if form is not None and not form(node):
+            shown = ".".join(map(str, place))
+            raise BenchError(f"{shown} of {document.name} is not of its kind", where=document.where, todo="mend it")
+
+
+def _all(kind: type, node: Any, key: str | None = None) -> bool:
+    return isinstance(node, list) and all(
+        isinstance(item, kind) and (key is None or isinstance(item.get(key), str)) for item in node
+    )
+
+
+def _is_strings(node: Any) -> bool:
+    return node is None or (isinstance(node, dict) and all(isinstance(value, str) for value in node.values()))
+
+
+def _is_count(node: Any) -> bool:
+    return type(node) is int and node >= 0
+
+
+# What the fields that a render reads or writes must be, as Kubernetes has them; null stands for absent.
+_FORMS: dict[Any, Callable[[Any], bool]] = {
+    **dict.fromkeys(("env", "containers", "initContainers"), lambda node: node is None or _all(dict, node, "name")),
+    **dict.fromkeys(("args", "command"), lambda node: node is None or _all(str, node)),
+    **dict.fromkeys(("labels", "annotations", "nodeSelector"), _is_strings),
+    **dict.fromkeys(("failurePolicy", "coordinator", "network"), lambda node: node is None or isinstance(node, dict)),
+    **dict.fromkeys(("replicas", "completions", "parallelism", "maxRestarts"), _is_count),
+}
 
 
 def pod_of(job: Any) -> dict[str, Any] | None:
@@ -165,6 +193,11 @@ def find_orchestrator(launch: Render, trainer: Client) -> Client | None:
 
 
 def orchestrator_argv(args: argparse.Namespace, launch: Render, trainer: Client) -> list[Word]:
+    """Return the words of the orchestrator's argv, from the launch or from --orch-render; none for --orch-defaults.
+
+    Raises:
+      BenchError: no orchestrator where one was to be.
+    """
     source = shown_name(args.launch_render)
     if args.orch_render is not None:
         source = shown_name(args.orch_render)
@@ -234,7 +267,8 @@ def check_name(name: str, trainer: Trainer, launch: Render, new_slice: Slice | N
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise BenchError(f"--name {name!r} is no name of a JobSet", todo="lower-case letters, digits and hyphens")
     for document in launch.documents:
-        labels = document.data.get("metadata", {}).get("labels")
+        metadata = document.data.get("metadata")
+        labels = metadata.get("labels") if isinstance(metadata, dict) else None
         gang = labels.get(GANG_LABEL) if isinstance(labels, dict) else None
         if name in (document.name, gang):
             what = document.kind if name == document.name else "gang"

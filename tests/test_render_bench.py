@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import random
 import re
 import shlex
 import signal
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bench_script
+import kube_yaml
 import launch_render as lr
 import render_bench
 import render_check
@@ -714,8 +716,6 @@ def test_files_too_long_for_one_argument_are_packed(run, tmp_path):
 
 
 def test_files_that_do_not_fit_even_packed_are_refused(run, tmp_path):
-    import random
-
     noise = random.Random(1)
     (tmp_path / "bench_driver.py").write_text(
         "x = '" + "".join(chr(noise.randrange(33, 126)) for _ in range(200000)) + "'\n"
@@ -903,6 +903,40 @@ def test_streams_that_are_refused(run, case):
     result = run(change(TINY.read_text()))
     assert (result.code, result.out) == (2, "")
     assert message in result.err and result.err.count("\n") == 1 and result.err.startswith("render_bench: ")
+
+
+def test_documents_out_of_form_are_rendered_or_refused_in_one_line(run, tmp_path):
+    """Nodes of a launch are replaced at random: no traceback, and nothing on stdout with exit code 2."""
+    noise = random.Random(7)
+    launch = [document.data for document in lr.read_render(TINY.read_text(), "in").documents]
+    values = [None, [], {}, "x", 1, True, -1, 1.5, ["x"], [1], {"a": 1}, [None], "--a=1"]
+    codes = []
+    for _ in range(100):
+        documents = copy.deepcopy(launch)
+        document = noise.choice([documents[1], documents[1], documents[0]])
+        *above, last = noise.choice([path for path, _ in lr.walk(document) if path])
+        parent = functools.reduce(lambda node, key: node[key], above, document)
+        if noise.random() < 0.3:
+            del parent[last]
+        else:
+            parent[last] = noise.choice(values)
+        stream = "".join("---\n" + kube_yaml.dump(data) for data in documents)
+        result = run(stream, "--libtpu", "xla_a=1", "--queue", "q", "--quiet")
+        codes.append(result.code)
+        assert result.code == 0 or (result.code == 2 and not result.out and result.err.count("\n") == 1)
+    assert {0, 2} == set(codes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("        completions: 1\n", '        completions: "1"\n', "completions of tiny-train is not of its kind"),
+        ("  - --server_port=29000", "  - 29000", "args of tiny-train is not of its kind"),
+        ('gang-id: "tiny"', "gang-id: 1", "labels of tiny-train is not of its kind"),
+    ],
+)
+def test_fields_that_are_not_of_their_kind(run, old, new, message):
+    assert message in run(TINY.read_text().replace(old, new)).err
 
 
 def test_a_bench_is_no_launch(run):
