@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import hlo_schedule
 import hlo_text
+import hlo_totals
 from hlo_program import NO_WORK, SORT, Segment, Times, collective_base, start_in_place
 from hlo_schedule import CLASSES, EXPOSED, Collective, Report
 
@@ -96,27 +96,27 @@ class Answer:
     file: str
     report: Report
     rows: list[Row]
-    totals: hlo_schedule.Totals
+    totals: hlo_totals.Totals
     single: int  # collectives of one device, left out
 
     @property
-    def all(self) -> hlo_schedule.Amount:
-        return self.totals.get(("all",), hlo_schedule.NONE)
+    def all(self) -> hlo_totals.Amount:
+        return self.totals.get(("all",), hlo_totals.NONE)
 
     @property
-    def exposed(self) -> hlo_schedule.Amount:
-        return self.totals.get(("exposed",), hlo_schedule.NONE)
+    def exposed(self) -> hlo_totals.Amount:
+        return self.totals.get(("exposed",), hlo_totals.NONE)
 
 
 def answer(file: str, report: Report) -> Answer:
     """Return the sums of a report."""
-    totals = hlo_schedule.per_step(report)
+    totals = hlo_totals.per_step(report)
     counted = [collective for collective in report.collectives if collective.group_size != 1]
     static = Counter((collective.kind, collective.category) for collective in counted)
     order = {category: place for place, category in enumerate(CLASSES)}
     rows = []
     for kind, category in sorted(static, key=lambda key: (key[0], order.get(key[1], -1))):
-        amount = totals.get(("row", kind, category), hlo_schedule.NONE)
+        amount = totals.get(("row", kind, category), hlo_totals.NONE)
         rows.append(Row(kind, category, static[(kind, category)], amount.count, amount.size))
     return Answer(file, report, rows, totals, len(report.collectives) - len(counted))
 
@@ -286,8 +286,8 @@ def axes_table(found: Answer) -> Table | None:
         return None
     rows = []
     for names in axes:
-        exposed = found.totals.get(("axes", names, True), hlo_schedule.NONE)
-        other = found.totals.get(("axes", names, False), hlo_schedule.NONE)
+        exposed = found.totals.get(("axes", names, True), hlo_totals.NONE)
+        other = found.totals.get(("axes", names, False), hlo_totals.NONE)
         whole = exposed.plus(other)
         part = share(exposed.size, whole.size) if all(row.category for row in found.rows) else None
         shown = "+".join(names) or "no name"
@@ -496,8 +496,8 @@ def row_json(row: Row) -> dict[str, Any]:
 def axes_json(found: Answer) -> list[dict[str, Any]]:
     listed = []
     for names in sorted({key[1] for key in found.totals if key[0] == "axes"}):
-        exposed = found.totals.get(("axes", names, True), hlo_schedule.NONE)
-        whole = exposed.plus(found.totals.get(("axes", names, False), hlo_schedule.NONE))
+        exposed = found.totals.get(("axes", names, True), hlo_totals.NONE)
+        whole = exposed.plus(found.totals.get(("axes", names, False), hlo_totals.NONE))
         listed.append(
             {
                 "axes": list(names),
@@ -509,7 +509,7 @@ def axes_json(found: Answer) -> list[dict[str, Any]]:
     return listed
 
 
-def copy_json(key: tuple, amount: hlo_schedule.Amount) -> dict[str, Any]:
+def copy_json(key: tuple, amount: hlo_totals.Amount) -> dict[str, Any]:
     return {
         "operation": key[1],
         "from": key[2],

@@ -1348,6 +1348,18 @@ def test_real_module_agrees_with_the_second_route(ask, path):
             assert mine["between"] is None
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_every_line_number(path):
+    lines = text_of(path).split("\n")
+    (read,) = hlo_text.read_modules("\n".join(lines), "x")
+    count = 0
+    for computation in read.computations:
+        for at, name in enumerate(computation.names):
+            assert re.match(rf" +(ROOT )?%{re.escape(name)} = ", lines[computation.line_of(at) - 1])
+            count += 1
+    assert count > 400
+
+
 def test_dense_example_by_hand(ask):
     """4 layers, 2048 x 4096 in bf16 over 8 devices: a gathered matrix is 16,777,216 B, 7/8 of it crosses."""
     answer = ask(text_of(MODULES[0]))
