@@ -1,7 +1,7 @@
 """Write the script that a bench's client container runs: driver files by heredoc, then one start-up command.
 
 The format is fixed, because launch_render reads it back: each file as a heredoc (where all of them would
-not fit into one argument, the largest modules packed by gzip and base64), a line `(`, the assignments of
+not fit into one argument, the modules as one archive in base64), a line `(`, the assignments of
 the launcher as it wrote them (one a line, quotes and live `$` kept), TRAINER_ARGV and ORCH_ARGV as shell
 words, the BENCH_* provenance, the driver and its flags, and `) & PID=$!` with a wrapper that hands SIGTERM
 on and keeps the exit status. All of it is text for the kubelet, which makes `$` of `$$` and expands
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bench_common import BenchError, decode, read_bytes
-from launch_render import DRIVER_FILE, HEREDOC_MARKER, Word, kube_escape, kube_expand
+from launch_render import ARCHIVE_FILE, DRIVER_FILE, HEREDOC_MARKER, Word, kube_escape, kube_expand
 
 # Linux passes no single argument longer than this with its final NUL (MAX_ARG_STRLEN in binfmts.h, 32 pages of 4 KiB).
 MAX_ARGUMENT_BYTES = 128 * 2**10
@@ -95,22 +95,18 @@ def compose(files: dict[str, str], startup: Startup) -> str:
 
 
 def _heredocs(files: dict[str, str], room: int) -> str:
-    """Return the heredocs of the files in no more than `room` bytes, packing the largest modules where need be."""
-    parts = {name: _heredoc(name, text) for name, text in files.items()}
-    # The kubelet takes the escapes away again.
-    sizes = {name: len(part.replace("$$", "$").encode()) for name, part in parts.items()}
-    for name in sorted(files, key=lambda name: (name == DRIVER_FILE, -len(files[name]), name)):
-        if sum(sizes.values()) <= room:
-            break
-        parts[name] = _packed_heredoc(name, files[name])
-        sizes[name] = len(parts[name])
-    if sum(sizes.values()) > room:
-        raise BenchError(
-            f"the files of the client's script take {sum(sizes.values())} bytes packed, and {room} are left of the"
-            f" {MAX_ARGUMENT_BYTES} that Linux gives one argument",
-            todo="make the driver or the routing-load file smaller",
-        )
-    return "".join(parts.values())
+    """Return what writes the files, in no more than `room` bytes: as they are, else the modules packed, else all."""
+    for packed in ([], [name for name in files if name != DRIVER_FILE], list(files)):
+        parts = [_archive({name: files[name] for name in packed})] if packed else []
+        parts += [_heredoc(name, text) for name, text in files.items() if name not in packed]
+        size = sum(len(part.replace("$$", "$").encode()) for part in parts)  # the kubelet takes the escapes away
+        if size <= room:
+            return "".join(parts)
+    raise BenchError(
+        f"the files of the client's script take {size} bytes packed, and {room} are left of the"
+        f" {MAX_ARGUMENT_BYTES} that Linux gives one argument",
+        todo="make the driver or the routing-load file smaller",
+    )
 
 
 def _heredoc(name: str, text: str) -> str:
@@ -121,12 +117,26 @@ def _heredoc(name: str, text: str) -> str:
     return f"cat > \"$BENCH_DIR/{name}\" <<'{marker}'\n{kube_escape(text)}{marker}\n"
 
 
-def _packed_heredoc(name: str, text: str) -> str:
+def _archive(files: dict[str, str]) -> str:
+    """Return the lines that write files out of a tar archive (bzip2: the smallest of sources, and quick)."""
     import base64
-    import gzip
+    import bz2
+    import io
+    import tarfile
 
-    packed = base64.encodebytes(gzip.compress(text.encode(), 6, mtime=0)).decode()
-    return f"base64 -d <<'{HEREDOC_MARKER}' | gzip -dc > \"$BENCH_DIR/{name}\"\n{packed}{HEREDOC_MARKER}\n"
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, text in files.items():
+            data = text.encode()
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    packed = base64.encodebytes(bz2.compress(buffer.getvalue())).decode()
+    path = f'"$BENCH_DIR/{ARCHIVE_FILE}"'
+    return (
+        f"base64 -d > {path} <<'{HEREDOC_MARKER}'\n{packed}{HEREDOC_MARKER}\n"
+        f'python -m tarfile --filter data -e {path} "$BENCH_DIR"\n'
+    )
 
 
 def _carried(words: Iterable[Word], live: list[str]) -> str:

@@ -237,6 +237,7 @@ TRAINER_MAIN = "run_trainer_node.main"  # the end of --process_main; its package
 MOCK_TRAINER_MAIN = "run_mock_trainer_node.main"
 HEREDOC_MARKER = "BENCH_DRIVER_EOF"
 DRIVER_FILE = "bench_driver.py"
+ARCHIVE_FILE = "modules.tar.bz2"  # where the files of a bench are too long to be written out
 
 
 class Word(NamedTuple):
@@ -310,10 +311,7 @@ class Client(NamedTuple):
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _HEREDOC = re.compile(
-    rf"^(?:cat > \"\$BENCH_DIR/(?P<plain>[\w.-]+)\" <<'(?P<marker>{HEREDOC_MARKER}\w*)'"
-    rf"|base64 -d <<'(?P<mark>{HEREDOC_MARKER})' \| gzip -dc > \"\$BENCH_DIR/(?P<packed>[\w.-]+)\")\n"
-    rf"(?P<text>.*?)^(?(plain)(?P=marker)|(?P=mark))$",
-    re.MULTILINE | re.DOTALL,
+    rf"^(?:cat|base64 -d) > \"\$BENCH_DIR/([\w.-]+)\" <<'({HEREDOC_MARKER}\w*)'\n(.*?)^\2$", re.MULTILINE | re.DOTALL
 )
 _LIVE_WORD = re.compile(r"^(BENCH_LIVE_[0-9]+)=(.*)$", re.MULTILINE)
 _LIVE_USE = re.compile(r"\$\{(BENCH_LIVE_[0-9]+)@Q\}")
@@ -378,7 +376,7 @@ def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script:
         assignments, one python program, flags; the message names the token.
     """
     heredocs = list(_HEREDOC.finditer(script))
-    sources = dict(_source(m, where) for m in heredocs)
+    sources = dict(item for m in heredocs for item in _sources(m[1], m[3], where))
     opening = list(_OPEN.finditer(script, heredocs[-1].end() if heredocs else 0))
     closing = _CLOSE.search(script, opening[-1].end()) if opening else None
     if closing is None:
@@ -397,18 +395,23 @@ def parse_client(container: dict[str, Any], path: tuple[str | int, ...], script:
     )
 
 
-def _source(heredoc: re.Match[str], where: str) -> tuple[str, str]:
-    """Return the name and the text of a file that a heredoc writes."""
-    if heredoc["plain"]:
-        return heredoc["plain"], kube_expand(heredoc["text"], {})
+def _sources(name: str, text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the file that a heredoc writes, or of each one in an archive."""
+    if name != ARCHIVE_FILE:
+        yield name, kube_expand(text, {})
+        return
     import base64
-    import gzip
-    import zlib
+    import io
+    import tarfile
 
     try:
-        return heredoc["packed"], gzip.decompress(base64.b64decode(heredoc["text"])).decode()
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise BenchError(f"{heredoc['packed']} cannot be unpacked", where=where, todo="was it edited?") from error
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:bz2") as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                if file is not None:
+                    yield member.name, file.read().decode()
+    except (ValueError, OSError, EOFError, tarfile.TarError) as error:
+        raise BenchError(f"{name} of the client cannot be unpacked", where=where, todo="was it edited?") from error
 
 
 def _assignment(word: Word) -> tuple[str, Word]:
