@@ -20,11 +20,9 @@ MAX_APPLY_BYTES = 240 * 2**10
 
 def summary(trainer: Trainer, plan: Plan, changes: Sequence[Change]) -> list[str]:
     """Return the changes as lines: what, old -> new."""
-    size = sum(len(text.encode()) for text in plan.files.values()) / 1024
-    others = len(plan.files) - 1
     lines = [
         f"{plan.name}: the trainer {trainer.document.name} ({trainer.document.where}), {len(changes)} changes",
-        f"  client command: the launcher's -> {DRIVER_FILE} and {others} other files, {size:.1f} KiB",
+        f"  client command: the launcher's -> {DRIVER_FILE}",
     ]
     for change in changes:
         old = "(absent)" if change.old is None else change.old

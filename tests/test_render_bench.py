@@ -1126,7 +1126,7 @@ def test_the_second_pass_misses_no_change_that_was_asked_for(run, monkeypatch):
 
 SUMMARY = """\
 flags-a: the trainer ada-train (examples/launch_dryrun.yaml:99), 8 changes
-  client command: the launcher's -> bench_driver.py and 1 other files, 0.1 KiB
+  client command: the launcher's -> bench_driver.py
   metadata.name: ada-train -> flags-a
   metadata.labels[scheduling.x-k8s.io/gang-id]: ada -> flags-a
   spec.failurePolicy.maxRestarts: 3 -> 0
