@@ -6,7 +6,7 @@ A renderer sits in a pipe between the launcher and kubectl, so its start-up coun
 repeated under other names); the yardstick is `python -c "import yaml"` on the same interpreter, taken in turns
 with it so that other load on the machine meets both alike.
 
-Output: median and range in milliseconds of both, and the ratio of the medians with its interquartile range.
+Output: median and range in milliseconds of both, and the median of their ratios, run by run, with its quartiles.
 Exit status: 0 measured; 2 could not be measured.
 
 Examples:
@@ -94,20 +94,18 @@ def _run(args: argparse.Namespace) -> int:
     times = measure(args.runs)
     ratios = [a / b for a, b in zip(times["render_bench"], times["import_yaml"], strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
-    ratio = statistics.median(times["render_bench"]) / statistics.median(times["import_yaml"])
     if args.json:
         document = {"schema": "render-start/1", "runs": args.runs, "stream_bytes": len(launch_stream().encode())}
         document |= {
             f"{name}_ms": {"median": statistics.median(t), "min": min(t), "max": max(t)} for name, t in times.items()
         }
-        document |= {"ratio": ratio, "ratio_quartiles": [quartiles[0], quartiles[2]], "limit_ms": LIMIT_MS}
+        document |= {"ratio": quartiles[1], "ratio_quartiles": [quartiles[0], quartiles[2]], "limit_ms": LIMIT_MS}
         emit(dump_json(document))
         return EXIT_OK
     lines = [f"{'command':<16} {'median':>8} {'min':>8} {'max':>8}   ms of {args.runs} runs"]
     lines += [f"{n:<16} {statistics.median(t):>8.0f} {min(t):>8.0f} {max(t):>8.0f}" for n, t in times.items()]
-    lines.append(
-        f"ratio {ratio:.2f} (quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f}); promised: {LIMIT_MS} ms when idle"
-    )
+    low, middle, high = quartiles
+    lines.append(f"ratio {middle:.2f} (quartiles {low:.2f} to {high:.2f}); promised: {LIMIT_MS} ms when idle")
     emit("\n".join(lines) + "\n")
     return EXIT_OK
 
