@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import hlo_text
@@ -89,8 +88,7 @@ class Row(NamedTuple):
     size: Times
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """A report with its sums, ready to print."""
 
     file: str

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import hlo_shapes
@@ -53,8 +52,7 @@ LOCAL_TARGETS = re.compile(  # libraries that work on one device
 )
 
 
-@dataclass
-class Between:
+class Between(NamedTuple):
     """The work in a window."""
 
     instructions: int
@@ -63,8 +61,7 @@ class Between:
     loops: int  # whole `while` loops among the instructions
 
 
-@dataclass
-class Collective:
+class Collective(NamedTuple):
     """One collective of the text and the answer about it."""
 
     computation: Computation
@@ -108,8 +105,7 @@ class Loop(NamedTuple):
     trip_count: int | None
 
 
-@dataclass
-class Copy:
+class Copy(NamedTuple):
     """An asynchronous copy or slice, such as HBM to VMEM: never a collective."""
 
     computation: Computation
@@ -139,21 +135,20 @@ class Union(NamedTuple):
     total: Cover  # the work of the computation
 
 
-@dataclass
 class Report:
     """All there is to say about one module."""
 
-    module: Module
-    program: Program
-    order: list[Computation] = field(default_factory=list)  # what runs as a schedule, callers first
-    collectives: list[Collective] = field(default_factory=list)
-    loops: list[Loop] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    hidden: list[Hidden] = field(default_factory=list)
-    unions: list[Union] = field(default_factory=list)
-    executions: dict[str, Times] = field(default_factory=dict)
-    roots: frozenset[str] = frozenset()  # what nothing in the text calls
-    orphans: int = 0  # dones whose start is not in the text
+    def __init__(self, module: Module, program: Program):
+        self.module, self.program = module, program
+        self.order: list[Computation] = []  # what runs as a schedule, callers first
+        self.collectives: list[Collective] = []
+        self.loops: list[Loop] = []
+        self.copies: list[Copy] = []
+        self.hidden: list[Hidden] = []
+        self.unions: list[Union] = []
+        self.executions: dict[str, Times] = {}
+        self.roots: frozenset[str] = frozenset()  # what nothing in the text calls
+        self.orphans = 0  # dones whose start is not in the text
 
 
 def wire_bytes(kind: str, output: int | None, group: int | None) -> int | None:
@@ -190,13 +185,14 @@ def analyse(module: Module, assume_trips: int | None = None, overlap: bool = Tru
     program = Program(module, assume_trips)
     report = Report(module, program)
     order = report.order = scheduled_computations(program, report)
-    starts: dict[tuple[int, int], list[Collective]] = {}
+    found: list[Collective] = []
+    starts: set[tuple[int, int]] = set()
     for computation in order:
         for at in program.digest(computation).moves:
-            found = collectives_at(program, computation, at)
-            if found:
-                starts[(id(computation), at)] = found
-                report.collectives += found
+            here = collectives_at(program, computation, at)
+            if here:
+                starts.add((id(computation), at))
+                found += here
         for at, opcode in enumerate(computation.opcodes):
             if END[opcode] == "start" and (id(computation), at) not in starts:
                 copy = memory_copy(program, computation, at)
@@ -205,14 +201,12 @@ def analyse(module: Module, assume_trips: int | None = None, overlap: bool = Tru
     report.hidden = hidden_calls(program)
     if overlap:
         windows = pair_windows(program, order, starts, report)
-        for key, collectives in starts.items():
-            for collective in collectives:
-                _classify(program, collective, windows.get(key))
+        found = [_classified(program, one, windows.get((id(one.computation), one.at))) for one in found]
         report.unions = window_unions(program, order, windows)
-    for collective in report.collectives:
-        runs = report.executions.get(collective.computation.name, UNKNOWN)
-        collective.executions = runs.times(collective.per_call)
-    name_axes(report.collectives)
+    axes = name_axes(found)
+    for one, names in zip(found, axes, strict=True):
+        runs = report.executions.get(one.computation.name, UNKNOWN)
+        report.collectives.append(one._replace(axes=names, executions=runs.times(one.per_call)))
     return report
 
 
@@ -432,16 +426,15 @@ def group_of(
     return size, groups.axes, groups
 
 
-def name_axes(collectives: list[Collective]) -> None:
-    """Name the axes of groups that are written as lists or over a flattened mesh, by a mesh the module names.
+def name_axes(collectives: list[Collective]) -> list[tuple[str, ...]]:
+    """Return the axes of each collective; groups written as lists or over a flattened mesh get them by comparison.
 
     A group is the axis "expert" when its members are exactly those of that axis of a named mesh with as many
     devices; the mesh is the one whose axes have names of their own (not axis_0) and the most of them.
     """
-    known = [collective.groups for collective in collectives]
-    meshes = {groups.mesh for groups in known if groups and _real_mesh(groups.mesh)}
+    meshes = {one.groups.mesh for one in collectives if one.groups and _real_mesh(one.groups.mesh)}
     if not meshes:
-        return
+        return [one.axes for one in collectives]
     mesh = max(sorted(meshes), key=len)
     table: dict[frozenset, tuple[str, ...]] = {}
     real, devices = [name for name, size in mesh if size > 1], 1
@@ -455,11 +448,16 @@ def name_axes(collectives: list[Collective]) -> None:
         if members is not None:
             table.setdefault(frozenset(frozenset(group) for group in members), axes)
     cache: dict[hlo_shapes.Groups, tuple[str, ...]] = {}
-    for collective, groups in zip(collectives, known, strict=True):
-        if groups and groups.members and not _real_mesh(groups.mesh):
-            if groups not in cache:
-                cache[groups] = table.get(frozenset(frozenset(group) for group in groups.members), ())
-            collective.axes = cache[groups] or collective.axes
+    found = []
+    for one in collectives:
+        groups = one.groups
+        if not groups or not groups.members or _real_mesh(groups.mesh):
+            found.append(one.axes)
+            continue
+        if groups not in cache:
+            cache[groups] = table.get(frozenset(frozenset(group) for group in groups.members), ())
+        found.append(cache[groups] or one.axes)
+    return found
 
 
 def _real_mesh(mesh: tuple[tuple[str, int], ...]) -> bool:
@@ -518,7 +516,7 @@ def _may_talk(target: str, text: str) -> str | None:
 
 
 def pair_windows(
-    program: Program, order: list[Computation], starts: dict[tuple[int, int], list[Collective]], report: Report
+    program: Program, order: list[Computation], starts: set[tuple[int, int]], report: Report
 ) -> dict[tuple[int, int], Window]:
     """Return the window of each start that has a done: the most direct pairing, the earliest done."""
     best: dict[tuple[int, int], tuple[int, Window]] = {}
@@ -542,34 +540,29 @@ def pair_windows(
     return {key: window for key, (_, window) in best.items()}
 
 
-def _classify(program: Program, collective: Collective, window: Window | None) -> None:
-    """Fill in class and contents of one collective."""
+def _classified(program: Program, collective: Collective, window: Window | None) -> Collective:
+    """Return a collective with its class and what lies between."""
     opcode = collective.computation.opcodes[collective.at]
     text = collective.computation.texts[collective.at]
-    is_async = opcode.endswith("-start") or opcode in ("send", "recv")
+    is_async = END[opcode] == "start" or opcode in ("send", "recv")
     if not is_async and not is_fused_start(program, collective.computation, collective.at):
-        collective.category = "sync"
-        return
-    collective.window = window
+        return collective._replace(category="sync")
     if '"is_sync"' in text and _IS_SYNC.search(text):
-        collective.category = "sync"
-        return
+        return collective._replace(category="sync", window=window)
     if window is None:
-        collective.category = "unmatched"
-        return
-    cover, count, loops, opcodes = NOTHING, 0, 0, {}
+        return collective._replace(category="unmatched")
+    cover, count = NOTHING, 0
+    opcodes: dict[str, int] = {}
     for segment in window.segments:
         track = program.track(segment.computation)
         work, inside = track.window(segment, collective.thread)
         cover, count = cover.plus(work), count + inside
         for name, number in track.histogram(segment).items():
             opcodes[name] = opcodes.get(name, 0) + number
-    loops = opcodes.get("while", 0)
-    collective.between = Between(count, cover, dict(sorted(opcodes.items())), loops)
-    if cover.matmuls or cover.kernels:
-        collective.category = "async_compute"
-    else:
-        collective.category = "async_light" if cover.light else "async_empty"
+    heavy = cover.matmuls or cover.kernels
+    category = "async_compute" if heavy else "async_light" if cover.light else "async_empty"
+    between = Between(count, cover, dict(sorted(opcodes.items())), opcodes.get("while", 0))
+    return collective._replace(category=category, window=window, between=between)
 
 
 def window_unions(program: Program, order: list[Computation], windows: dict[tuple[int, int], Window]) -> list[Union]:

@@ -87,15 +87,15 @@ class Computation:
     def names(self) -> list[str]:
         """The names of the instructions, without `%`."""
         if self._names is None or len(self._names) != len(self.texts):
-            self._names = [_name_of(text) for text in self.texts]
+            match = _NAME.match
+            self._names = [found[1] if (found := match(text)) else "" for text in self.texts]
         return self._names
 
     def index(self, name: str) -> int | None:
         """Return the position of the first instruction of this name, or None."""
         if self._index is None:
-            self._index = {}
-            for position, known in enumerate(self.names):
-                self._index.setdefault(known, position)
+            names = self.names
+            self._index = dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))  # the first one wins
         return self._index.get(name)
 
     def line_of(self, at: int) -> int:
@@ -106,11 +106,6 @@ class Computation:
     def root_index(self) -> int:
         """Position of the ROOT, else of the last instruction; -1 when there is none."""
         return self.root if self.root >= 0 else len(self.opcodes) - 1
-
-
-def _name_of(text: str) -> str:
-    found = _NAME.match(text)
-    return found[1] if found else ""
 
 
 _NAME = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?([^\s=(){},]+)")
@@ -462,6 +457,16 @@ def parts(computation: Computation, at: int) -> Parts:
     return found
 
 
+def _operands_begin(text: str) -> int:
+    """Return where the operands of an instruction begin, behind the bracket."""
+    match = _PLAIN.match(text)
+    if match is not None:
+        return match.end()
+    found = split_instruction(text)
+    assert found is not None, text[:80]
+    return found.operands
+
+
 def operands_end(text: str, begin: int) -> int:
     """Return the position behind the bracket that closes the operands which begin at `begin`."""
     depth = 1
@@ -507,7 +512,8 @@ def operands(computation: Computation, at: int) -> list[Ref]:
 
 
 def _read_operands(computation: Computation, at: int) -> list[Ref]:
-    text, begin = computation.texts[at], parts(computation, at).operands
+    text = computation.texts[at]
+    begin = _operands_begin(text)
     end = text.find(")", begin)
     inside = text[begin:end] if end >= 0 else text[begin:]
     if "/*" in inside:
@@ -517,17 +523,14 @@ def _read_operands(computation: Computation, at: int) -> list[Ref]:
     else:
         pieces = _pieces(text, begin, operands_end(text, begin) - 1)
         words = [(_COMMENT.sub(" ", piece).split() or [""])[-1] for piece in pieces]
-    found = []
+    found, make = [], tuple.__new__  # half the time of Ref(...), and there are many
     for word in words:
         word = word.strip()
         if word:
             if word[0] == "%":
                 word = word[1:]
-            if "#" in word:
-                name, _, element = word.partition("#")
-                found.append(Ref(name, number(element)))
-            else:
-                found.append(Ref(word, None))
+            name, _, element = word.partition("#")
+            found.append(make(Ref, (name, number(element) if element else None)))
     return found
 
 
@@ -543,14 +546,15 @@ def element_index(computation: Computation, at: int) -> int | None:
 
 def literal(computation: Computation, at: int) -> str:
     """Return what stands between the brackets of `constant(4)` or `parameter(0)`."""
-    text, begin = computation.texts[at], parts(computation, at).operands
+    text = computation.texts[at]
+    begin = _operands_begin(text)
     return text[begin : operands_end(text, begin) - 1].strip()
 
 
 def attributes(computation: Computation, at: int) -> dict[str, str]:
     """Return the attributes behind the operands of instruction `at`, as printed."""
     text = computation.texts[at]
-    begin = operands_end(text, parts(computation, at).operands)
+    begin = operands_end(text, _operands_begin(text))
     found: dict[str, str] = {}
     last = ""
     for piece in _pieces(text, begin, len(text)):

@@ -21,9 +21,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import pathlib
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -60,17 +60,22 @@ class Run(NamedTuple):
 
     cpu: float  # seconds of user and system time
     wall: float  # seconds
-    peak: int  # bytes: the most that this or an earlier child held
+    peak: int  # bytes
     out: str
 
 
 def timed(command: list[str]) -> Run:
     """Run a command to its end."""
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Run(cpu, wall, after.ru_maxrss * 1024, done.stdout)  # Linux counts KiB
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        out = child.stdout.read()
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        print(f"hlo_parse: {command[1]} ended with {child.returncode}", file=sys.stderr)
+        raise SystemExit(2)
+    wall = time.perf_counter() - begin
+    return Run(usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss * 1024, out)  # Linux counts KiB
 
 
 def measure(path: pathlib.Path, size: int, rounds: int, folder: str) -> dict[str, Any]:
