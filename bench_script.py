@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,11 @@ BENCH_DIR=$(mktemp -d /tmp/trainer-bench.XXXXXX)
 PID= STOPPING=
 _sigterm() { STOPPING=1; if [ -n "$PID" ]; then kill -TERM "$PID" 2>/dev/null; else exit 143; fi; }
 trap _sigterm TERM
+"""
+UNPACK = f"""\
+python -c "import bz2, json, sys
+for name, text in json.load(bz2.open(sys.argv[1] + '/{ARCHIVE_FILE}')).items():
+    open(sys.argv[1] + '/' + name, 'w', encoding='utf-8').write(text)" "$BENCH_DIR"
 """
 TAIL = """\
 ) & PID=$!
@@ -118,25 +124,12 @@ def _heredoc(name: str, text: str) -> str:
 
 
 def _archive(files: dict[str, str]) -> str:
-    """Return the lines that write files out of a tar archive (bzip2: the smallest of sources, and quick)."""
+    """Return the lines that write files out of a packed JSON object (bzip2: the smallest of sources, and quick)."""
     import base64
     import bz2
-    import io
-    import tarfile
 
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, text in files.items():
-            data = text.encode()
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    packed = base64.encodebytes(bz2.compress(buffer.getvalue())).decode()
-    path = f'"$BENCH_DIR/{ARCHIVE_FILE}"'
-    return (
-        f"base64 -d > {path} <<'{HEREDOC_MARKER}'\n{packed}{HEREDOC_MARKER}\n"
-        f'python -m tarfile --filter data -e {path} "$BENCH_DIR"\n'
-    )
+    packed = base64.encodebytes(bz2.compress(json.dumps(files, ensure_ascii=False).encode())).decode()
+    return f"base64 -d > \"$BENCH_DIR/{ARCHIVE_FILE}\" <<'{HEREDOC_MARKER}'\n{packed}{HEREDOC_MARKER}\n{UNPACK}"
 
 
 def _carried(words: Iterable[Word], live: list[str]) -> str:

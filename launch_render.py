@@ -8,6 +8,7 @@ lists. Reading only: what a bench changes is in render_bench.py. Standard librar
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -237,7 +238,7 @@ TRAINER_MAIN = "run_trainer_node.main"  # the end of --process_main; its package
 MOCK_TRAINER_MAIN = "run_mock_trainer_node.main"
 HEREDOC_MARKER = "BENCH_DRIVER_EOF"
 DRIVER_FILE = "bench_driver.py"
-ARCHIVE_FILE = "modules.tar.bz2"  # where the files of a bench are too long to be written out
+ARCHIVE_FILE = "modules.json.bz2"  # where the files of a bench are too long to be written out
 
 
 class Word(NamedTuple):
@@ -401,17 +402,13 @@ def _sources(name: str, text: str, where: str) -> Iterator[tuple[str, str]]:
         yield name, kube_expand(text, {})
         return
     import base64
-    import io
-    import tarfile
+    import bz2
 
     try:
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:bz2") as archive:
-            for member in archive:
-                file = archive.extractfile(member)
-                if file is not None:
-                    yield member.name, file.read().decode()
-    except (ValueError, OSError, EOFError, tarfile.TarError) as error:
+        files = json.loads(bz2.decompress(base64.b64decode(text)))
+    except (ValueError, OSError) as error:
         raise BenchError(f"{name} of the client cannot be unpacked", where=where, todo="was it edited?") from error
+    yield from files.items()
 
 
 def _assignment(word: Word) -> tuple[str, Word]:

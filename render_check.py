@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 import bench_script
 from bench_common import BenchError, mask
-from launch_render import Client, Word, client_containers, flag_items, list_tokens, parse_client, read_render
+from launch_render import (
+    ARCHIVE_FILE,
+    Client,
+    Word,
+    client_containers,
+    flag_items,
+    list_tokens,
+    parse_client,
+    read_render,
+)
 from render_edit import (
     CHECKPOINT_FLAG,
     CHECKPOINT_KEYS,
@@ -301,6 +310,8 @@ def _client_changes(old: Client, new: Client, orch_argv: Sequence[Word], plan: P
     _require(new.is_bench, "the client does not run the driver")
     _require(new.sources == plan.files, "the embedded files are not what was read")
     _require(new.before.startswith(bench_script.HEAD), "the wrapper's opening changed")
+    packed = f'/{ARCHIVE_FILE}" <<' in new.before
+    _require(packed == (bench_script.UNPACK in new.before), "the archive is not unpacked as it should be")
     _require(new.after == bench_script.TAIL, "the wrapper's end changed")
     found = _env_changes(old, new, plan)
     argv = dict(flag_items(new.carried_argv("TRAINER_ARGV")))

@@ -1,5 +1,7 @@
 """The launch-render reader: noisy streams, shell words against bash itself, clients and their refusals."""
 
+import base64
+import bz2
 import shlex
 import subprocess
 
@@ -271,17 +273,11 @@ def test_roles(text, role):
     assert lr.script_role(text) == role
 
 
-def test_a_bench_is_read_back_with_its_sources_and_argv(tmp_path):
-    packed = subprocess.run(
-        "printf \"Y = '\\$'\\n\" > b.py && tar cjf - b.py | base64",
-        shell=True,
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
+def test_a_bench_is_read_back_with_its_sources_and_argv():
+    packed = base64.encodebytes(bz2.compress(b'{"b.py": "Y = \'$\'\\n"}')).decode()
     text = (
         "cat > \"$BENCH_DIR/a.py\" <<'BENCH_DRIVER_EOF_2'\nX = '$$(date) BENCH_DRIVER_EOF'\n(\nBENCH_DRIVER_EOF_2\n"
-        f"base64 -d > \"$BENCH_DIR/modules.tar.bz2\" <<'BENCH_DRIVER_EOF'\n{packed}BENCH_DRIVER_EOF\n"
+        f"base64 -d > \"$BENCH_DIR/modules.json.bz2\" <<'BENCH_DRIVER_EOF'\n{packed}BENCH_DRIVER_EOF\n"
         'BENCH_LIVE_0=--w="x-${JOB_INDEX}"\n(\nA="1" \\\n'
         "TRAINER_ARGV='--a=1 '\"${BENCH_LIVE_0@Q}\"' --b='\"'\"'x y'\"'\"'' \\\nORCH_ARGV='' \\\n"
         'python "$BENCH_DIR/bench_driver.py" --steps=3\n) & PID=$!\n'
@@ -294,8 +290,8 @@ def test_a_bench_is_read_back_with_its_sources_and_argv(tmp_path):
 
 
 def test_a_packed_source_that_was_edited_is_refused():
-    text = "base64 -d > \"$BENCH_DIR/modules.tar.bz2\" <<'BENCH_DRIVER_EOF'\nAAAA\nBENCH_DRIVER_EOF\n" + script(RUN)
-    with pytest.raises(BenchError, match="modules.tar.bz2 of the client cannot be unpacked"):
+    text = "base64 -d > \"$BENCH_DIR/modules.json.bz2\" <<'BENCH_DRIVER_EOF'\nAAAA\nBENCH_DRIVER_EOF\n" + script(RUN)
+    with pytest.raises(BenchError, match="modules.json.bz2 of the client cannot be unpacked"):
         lr.parse_client({}, (), text, "f:1")
 
 

@@ -569,7 +569,7 @@ def test_fail_fast_fields_are_kept(run):
 
 STUB = (
     f"""#!/bin/bash
-[ "$2" != tarfile ] || exec {sys.executable} "$@"
+[ "$1" != -c ] || exec {sys.executable} "$@"
 """
     + """\
 printf '%s\\0' "$@" > "$RECORD/argv"
@@ -713,7 +713,7 @@ def test_files_too_long_for_one_argument_are_packed(run, tmp_path):
         "small_module.py": "y = 1\n",
         "bench_driver.py": "import big_module\nimport small_module\n",
     }
-    assert 'base64 -d > "$BENCH_DIR/modules.tar.bz2"' in result.out
+    assert 'base64 -d > "$BENCH_DIR/modules.json.bz2"' in result.out
     assert 'cat > "$BENCH_DIR/bench_driver.py"' in result.out and "small_module.py" not in result.out
     assert len(lr.kube_expand(result.client.script, {})) < 2**17
     argv, _, code = execute(result.client.script, result.client.container, tmp_path / "new")
