@@ -13,10 +13,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Bits of an element in memory. XLA keeps sub-byte integers in whole bytes unless the layout says E(bits).
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_BITS.update(dict.fromkeys(("s1", "u1", "s2", "u2", "s4", "u4", "s8", "u8"), 8))
-_BITS.update(dict.fromkeys(("s16", "u16", "f16", "bf16"), 16))
-_BITS.update({"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128})
+_BITS = {
+    **{"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128},
+    **dict.fromkeys(("s1", "u1", "s2", "u2", "s4", "u4", "s8", "u8"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64"), 64),
+}
 _EIGHT_BIT_FLOAT = re.compile(r"f(8|4|6)e\d+m\d+[a-z0-9]*$")
 
 

@@ -20,9 +20,12 @@ HEAVY = {"jax", "maxtext", "tunix", "numpy", "flax", "optax", "tunix_standin", "
 def imports(module: str, everywhere: bool = True) -> set[str]:
     """Return the top names a module imports; only those at its top level unless `everywhere`."""
     tree = ast.parse((ROOT / f"{module}.py").read_text())
-    nodes = ast.walk(tree) if everywhere else tree.body
+    for_types = {id(inner) for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+                 for inner in ast.walk(node)}  # fmt: skip
     found = set()
-    for node in nodes:
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
