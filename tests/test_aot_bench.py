@@ -1,0 +1,752 @@
+"""aot_bench: what it reads, what it decides, how its children may end; and, marked slow, real compiles.
+
+The stored files under tests/data/aot are what real runs of libtpu 0.0.52 and MaxText 0.2.5 wrote. Expected numbers are
+worked out in the comments beside them, not taken from the tool. Run: pytest tests/test_aot_bench.py -m "not slow"
+"""
+
+# ruff: noqa: E501 - a compiler's message is a long line
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import aot_bench
+import aot_buffers
+import aot_children
+import aot_launch
+import aot_memory
+import aot_report
+from aot_memory import GIB, Beside, Kernel
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data" / "aot"
+FAKE_CHILD = (sys.executable, str(ROOT / "tests" / "fake_compile_child.py"))
+
+FIVE = (
+    "CompiledMemoryStats(generated_code_size_in_bytes=1048576, argument_size_in_bytes=2147483648, "
+    "output_size_in_bytes=1073741824, alias_size_in_bytes=1073741824, temp_size_in_bytes=4294967296)"
+)
+TEN = FIVE[:-1] + (
+    ", host_generated_code_size_in_bytes=0, host_argument_size_in_bytes=524288, host_output_size_in_bytes=0, "
+    "host_alias_size_in_bytes=0, host_temp_size_in_bytes=0)"
+)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Run the tool in an empty directory; return (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(aot_children, "TICK_SECONDS", 0.2)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = aot_bench.main(list(argv))
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def engine_log(update: str = TEN, first: str = TEN, accumulating: str = TEN) -> str:
+    """A log as maxtext_engine_compile prints it."""
+    parts = (("fwd_bwd", first), ("fwd_bwd_accum", accumulating), ("update", update))
+    cost = "{'flops': 3.5e12, 'bytes accessed': 1.25e11, 'optimal_seconds': -12.99, 'utilization0{}': inf}"
+    body = "".join(f"--- {name} ---\nCost analysis: {cost}\nMemory analysis: {text}\n" for name, text in parts)
+    head = "Config param compile_topology: tpu7x-8\nConfig param compile_xla_flags: --xla_a=b --xla_c=d=e\n"
+    return head + "Jitting and compilation complete!\n" + body
+
+
+# --- sizes and shortages ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("63.80G", round(63.80 * 2**30)), ("530.00M", 530 * 2**20), ("420.0K", 420 * 2**10), ("0B", 0),
+        ("68719476736", 2**36), ("1.5 GiB", 3 * 2**29), ("2T", 2**41), ("17 bytes", 17), ("1,024", 1024),
+        ("unknown size", None), ("", None), (None, None), ("G", None), ("1.2.3G", None),
+    ],
+)  # fmt: skip
+def test_sizes_in_texts_are_binary(text, expected):
+    assert aot_memory.read_size(text) == expected
+
+
+# The forms of the facts file: (text, space, when, needed, available, kernel), sizes in GiB.
+FORMS = {
+    "a": ("Ran out of memory in memory space hbm. Used 33.27G of 30.75G hbm. Exceeded hbm capacity by 2.52G.",
+          "HBM", "compile", 33.27, 30.75, None),
+    "a, permanent": ("XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 215.17G of 31.25G hbm. Exceeded hbm capacity by 183.92G.",
+                     "HBM", "compile", 215.17, 31.25, None),
+    "a, coded and broken": ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:\nRan out of memory in memory space hbm. Used\n17.17G of 15.75G hbm. Exceeded\nhbm capacity by 1.42G.",
+                            "HBM", "compile", 17.17, 15.75, None),
+    "b": ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (635.83G) exceeds available HBM (94.74G). HLO module: jit_fwd_bwd.\nSee https://openxla.org/xla/errors/error_1000 for more details.",
+          "HBM", "compile", 635.83, 94.74, "fwd_bwd"),
+    "b, short": ("HLO temporaries (100.13G) exceeds available HBM (94.74G)", "HBM", "compile", 100.13, 94.74, None),
+    "c": ("Allocation (size=103079215104) would exceed memory (size=34359738368) :: #allocation3 [space=hbm]",
+          "HBM", "compile", 96.0, 32.0, None),
+    "d": ("TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, exceeding available bytes: 95.74G",
+          "SparseCore", "compile", 34.82 + 174.10, 95.74, None),
+    "e, reserve": ("Attempting to reserve 2.25G at the bottom of memory. That was not possible. There are 1.94G free, 0B reserved, and 1.90G reservable.",
+                   "HBM", "run", 2.25, 1.90, None),
+    "e, allocate": ("RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 129.50M. That was not possible. There are 78.17M free.; (0x0x0_HBM0)",
+                    "HBM", "run", 129.50 / 1024, 78.17 / 1024, None),
+    "f, vmem": ("Ran out of memory in memory space vmem. Used 24.00M of 16.00M vmem. Exceeded vmem capacity by 8.00M.",
+                "vmem", "compile", 24 / 1024, 16 / 1024, None),
+    "f, scoped": ("Ran out of memory in memory space vmem while allocating on stack for %k. Scoped allocation with size 24.00M and limit 16.00M exceeded scoped vmem limit by 8.00M.",
+                  "vmem", "compile", 24 / 1024, 16 / 1024, None),
+    "f, smem": ("Ran out of memory in memory space smem. Used 1.50M of 1.00M smem. Exceeded smem capacity by 512.0K.",
+                "smem", "compile", 1.50 / 1024, 1 / 1024, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_out_of_memory_form_is_read(form):
+    text, space, when, needed, available, kernel = FORMS[form]
+    (one,) = aot_memory.find_shortages(f"before\n{text}\nafter\n")
+    assert (one.space, one.when, one.kernel) == (space, when, kernel)
+    assert math.isclose(one.needed_bytes, needed * GIB, abs_tol=4)
+    assert math.isclose(one.available_bytes, available * GIB, abs_tol=4)
+    assert math.isclose(
+        one.over_bytes, (needed - available) * GIB, rel_tol=0.02, abs_tol=0.01 * 2**20
+    )  # the texts round
+    assert one.line in (2, 3)
+
+
+def test_real_limits_per_type_are_the_table():
+    """The stored log is one of real compiles, a type at a time: 384.25 GiB asked of each."""
+    text = (DATA / "oom_by_type.log").read_text()
+    found = aot_memory.find_shortages(text)
+    hbm = [one for one in found if one.space == "HBM"]
+    assert [round(one.needed_bytes / GIB, 2) for one in hbm] == [384.25] * 7
+    limits = [round(one.available_bytes / GIB, 2) for one in hbm]
+    table = [aot_memory.CAPACITIES[name].usable_gib for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")]
+    assert limits == table
+    (vmem,) = [one for one in found if one.space == "vmem"]
+    assert (vmem.needed_bytes, vmem.available_bytes) == (8192 * 8192 * 4, 64 * 2**20)
+
+
+def test_one_shortage_told_twice_counts_once():
+    text = FORMS["b"][0]
+    assert (
+        len(
+            aot_memory.find_shortages(
+                f"E1130 06:00:00.0 12 compiler.cc:9] {text}\nTraceback\njax.errors.JaxRuntimeError: {text}\n"
+            )
+        )
+        == 1
+    )
+
+
+def test_text_without_a_shortage_has_none():
+    assert aot_memory.find_shortages("Used 3.09G of memory; HBM is fine (94.74G)\n") == []
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    needed=st.integers(1, 10**6), available=st.integers(1, 10**6), seed=st.integers(0, 2**32),
+    prefix=st.sampled_from(["", "(worker pid=12, ip=10.0.0.1) ", "E1130 06:00:00.123456 77 tpu_compiler.cc:120] "]),
+)  # fmt: skip
+def test_a_shortage_is_found_wherever_lines_break(needed, available, seed, prefix):
+    text = f"Ran out of memory in memory space hbm. Used {needed / 100:.2f}G of {available / 100:.2f}G hbm. Exceeded hbm capacity by 1.00G."
+    choose = random.Random(seed)
+    broken = "".join("\n" + prefix if char == " " and choose.random() < 0.3 else char for char in text)
+    noise = "".join(choose.choice(" abcG()=0.\n") for _ in range(200))
+    found = [one for one in aot_memory.find_shortages(f"{noise}\n{prefix}{broken}\n{noise}") if one.space == "HBM"]
+    assert [(one.needed_bytes, one.available_bytes) for one in found] == [
+        (round(needed / 100 * GIB), round(available / 100 * GIB))
+    ]
+
+
+# --- the verdict --------------------------------------------------------------------------------------
+
+
+def kernel(name: str, gib: float, **more) -> Kernel:
+    """A compiled kernel whose temporaries are this large."""
+    return Kernel(
+        name, argument_bytes=GIB, output_bytes=GIB, alias_bytes=GIB, temp_bytes=round(gib * GIB), code_bytes=0, **more
+    )
+
+
+def test_peak_is_the_compilers_own_else_the_sum():
+    plain = kernel("update", 3.0)
+    assert (plain.peak_bytes, plain.peak_source) == (4 * GIB, "argument + output - alias + temp")
+    told = kernel("update", 3.0, told_peak_bytes=7 * GIB)
+    assert (told.peak_bytes, told.peak_source) == (7 * GIB, "compiler")
+    assert Kernel("update", argument_bytes=1).peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("temp", "beside", "reserve", "fits", "headroom"),
+    [
+        (5.0, 3.0, 0.0, True, 1.0),
+        (5.0, 4.0, 0.0, True, 0.0),
+        (5.0, 4.5, 0.0, False, -0.5),
+        (5.0, 3.0, 1.5, False, -0.5),
+    ],
+)
+def test_a_kernel_fits_with_what_stays_beside_it(temp, beside, reserve, fits, headroom):
+    """1 argument + 1 output - 1 aliased + temp, against 10 GiB."""
+    found = aot_memory.verdict(
+        [kernel("fwd_bwd", temp)], {"fwd_bwd": [Beside("state", round(beside * GIB))]}, 10 * GIB, round(reserve * GIB)
+    )
+    assert found.fits is fits
+    assert found.peak.headroom_bytes == headroom * GIB
+
+
+def test_one_kernel_that_does_not_fit_decides_and_one_that_is_missing_leaves_it_open():
+    big, small = kernel("fwd_bwd", 20.0), kernel("update", 1.0)
+    assert aot_memory.verdict([small, big], {}, 10 * GIB).fits is False
+    assert aot_memory.verdict([small, Kernel("fwd_bwd", "failed", error="killed")], {}, 10 * GIB).fits is None
+    assert aot_memory.verdict([big, Kernel("update", "failed", error="killed")], {}, 10 * GIB).fits is False
+    assert aot_memory.verdict([small], {}, None).fits is None
+    assert aot_memory.verdict([Kernel("fwd_bwd", "lowered", argument_bytes=GIB), small], {}, 10 * GIB).fits is None
+    assert aot_memory.verdict([Kernel("fwd_bwd", "lowered", argument_bytes=11 * GIB)], {}, 10 * GIB).fits is False
+
+
+def test_doubt_is_said_where_the_sum_does_not_fit():
+    found = aot_memory.verdict([kernel("fwd_bwd", 10.5, told_peak_bytes=9 * GIB)], {}, 10 * GIB)
+    assert found.fits is True
+    assert "in doubt" in found.reasons[0] and "11.50 GiB" in found.reasons[0]
+
+
+def test_what_stays_beside_each_kernel():
+    resident = {
+        "optimizer_bytes": 30,
+        "micro_batch_bytes": 4,
+        "train_state_bytes": 40,
+        "parameters_bytes": 10,
+        "gradients_bytes": 20,
+    }
+    kernels = [Kernel("update", code_bytes=1), Kernel("fwd_bwd", code_bytes=2), Kernel("fwd_bwd_accum", code_bytes=3)]
+    beside = aot_report.beside_of_state(resident, kernels)
+    sums = {name: sum(item.bytes for item in items) for name, items in beside.items()}
+    # The update has state and gradients as arguments; both others have parameters, batch and (one) gradients.
+    assert sums == {"update": 4 + 2 + 3, "fwd_bwd": 30 + 4 + 1 + 3, "fwd_bwd_accum": 30 + 4 + 1 + 2}
+
+
+# --- logs -----------------------------------------------------------------------------------------------
+
+
+def test_a_log_of_three_kernels_with_ten_fields(run, tmp_path):
+    """2 + 1 - 1 + 4 = 6 GiB each, and 1 MiB of code; beside the forwards: 1 (aliased by update) - (2 - 1), nothing."""
+    (tmp_path / "x.log").write_text(engine_log())
+    code, out, err = run("--summarize", "x.log", "--json")
+    doc = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [(k["name"], k["peak_bytes"], k["code_bytes"], k["host_bytes"]) for k in doc["kernels"]] == [
+        (name, 6 * GIB, 2**20, 524288) for name in ("fwd_bwd", "fwd_bwd_accum", "update")
+    ]
+    assert doc["topology"] == "tpu7x-8" and doc["capacity_bytes"] == round(94.74 * GIB)
+    assert doc["config"]["compile_xla_flags"] == "--xla_a=b --xla_c=d=e"
+    assert doc["kernels"][0]["flops"] == 3.5e12 and doc["fits"] is True
+    assert list(doc)[0] == "schema" and doc["schema"] == "aot-bench/1"
+
+
+def test_a_state_larger_than_the_arguments_stays_beside_the_forwards(run, tmp_path):
+    """update returns 9 GiB in place, fwd_bwd takes 2 of them: 7 stay; accum takes 2, 1 of them its own accumulator: 8."""
+    state = TEN.replace("alias_size_in_bytes=1073741824", f"alias_size_in_bytes={9 * GIB}", 1).replace(
+        "argument_size_in_bytes=2147483648", f"argument_size_in_bytes={10 * GIB}", 1
+    )
+    first = TEN.replace("alias_size_in_bytes=1073741824", "alias_size_in_bytes=0", 1)
+    (tmp_path / "x.log").write_text(engine_log(update=state, first=first))
+    _, out, _ = run("--summarize", "x.log", "--json")
+    beside = {k["name"]: k["beside"] for k in json.loads(out)["kernels"]}
+    assert beside["fwd_bwd"] == [{"name": "optimizer state", "bytes": 7 * GIB, "at_least": True}]
+    assert beside["fwd_bwd_accum"][0]["bytes"] == 8 * GIB
+    assert beside["update"] == []
+
+
+def test_old_statistics_and_a_fused_step(run, tmp_path):
+    (tmp_path / "x.log").write_text(f"Cost analysis: [{{'flops': 1.0}}]\nMemory analysis: {FIVE}\n")
+    code, out, err = run("--summarize", "x.log", "--cap-gib", "5", "--json")
+    (only,) = json.loads(out)["kernels"]
+    assert (code, only["name"], only["peak_bytes"], only["host_bytes"], only["flops"]) == (
+        1,
+        "train_step",
+        6 * GIB,
+        None,
+        1.0,
+    )
+
+
+def test_sizes_that_train_prints(run, tmp_path):
+    """22.2 = 8.1 + 14.0 + 8.2 - 8.1 aliased."""
+    (tmp_path / "x.log").write_text(
+        "I1130 06:00:00.0 1 max_utils.py:1] Total memory size: 22.2 GB, Output size: 8.1 GB, Temp size: 14.0 GB, Argument size: 8.2 GB, Host temp size: 0.0 GB.\n"
+    )
+    code, out, _ = run("--summarize", "x.log", "--cap-gib", "22.1", "--json")
+    doc = json.loads(out)
+    assert code == 1 and round(doc["peak_bytes"] / GIB, 2) == 22.2
+    assert "rounds" in doc["kernels"][0]["notes"][0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_that_ends_out_of_memory_does_not_fit(run, tmp_path, form):
+    (tmp_path / "x.log").write_text(f"Jitting and compiling the engine's kernels...\n{FORMS[form][0]}\n")
+    code, out, err = run("--summarize", "x.log", "--json")
+    doc = json.loads(out)
+    assert (code, doc["fits"], err) == (1, False, "")
+    assert doc["kernels"][0]["shortages"][0]["space"] == FORMS[form][1]
+    assert FORMS[form][1] in doc["reasons"][0]
+
+
+def test_kernels_that_compiled_before_the_shortage_are_kept(run, tmp_path):
+    text = f"--- update ---\nMemory analysis: {TEN}\n{FORMS['b'][0]}\n"
+    (tmp_path / "x.log").write_text(text)
+    code, out, _ = run("--summarize", "x.log", "--cap-gib", "94.74")
+    assert code == 1
+    assert "update" in out and "fwd_bwd: out of HBM at compile time: wants 635.83 GiB of 94.74 GiB" in " ".join(
+        out.split()
+    )
+
+
+LARGEST = """Ran out of memory in memory space hbm. Used 17.17G of 15.75G hbm. Exceeded hbm capacity by 1.42G.
+
+Total hbm usage >= 17.43G:
+    reserved        258.00M
+    program          17.17G
+    arguments            0B
+
+Program hbm requirement 17.17G:
+    HLO temp         17.17G (100.0% utilization: Unpadded (17.10G) Padded (17.10G), 0.0% fragmentation (0B))
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.00G
+     Operator: op_name="jit(step)/dot_general" source_file="/usr/lib/site-packages/a/b.py" source_line=7
+     Shape: f32[32768,32768]{1,0:T(8,128)}
+     Unpadded size: 4.00G
+     XLA label: fusion.12 = fusion(param.1), kind=kOutput
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 512.00M
+     Shape: bf16[16384,16384]{1,0:T(8,128)(2,1)}
+     Allocation type: HLO temp
+     ==========================
+"""
+
+
+def test_the_compilers_own_largest_allocations_are_shown(run, tmp_path):
+    (tmp_path / "x.log").write_text(LARGEST)
+    code, out, _ = run("--summarize", "x.log", "--json")
+    first, second = json.loads(out)["kernels"][0]["largest_buffers"]
+    assert (first["bytes"], first["dims"], first["dtype"], first["name"]) == (
+        4 * GIB,
+        [32768, 32768],
+        "f32",
+        "fusion.12",
+    )
+    assert (first["op_name"], first["source"]) == ("jit(step)/dot_general", "a/b.py:7")
+    assert (second["bytes"], second["source"]) == (512 * 2**20, None)
+    code, out, _ = run("--summarize", "x.log")
+    assert "f32[32768,32768]" in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_no_capacity_is_no_verdict_but_the_table_is_printed(run, tmp_path):
+    (tmp_path / "x.log").write_text(f"Memory analysis: {TEN}\n")
+    code, out, err = run("--summarize", "x.log")
+    assert code == 2 and "train_step" in out and err.count("\n") == 1 and "--cap-gib" in err
+
+
+def test_stdin_is_a_file(run, tmp_path, monkeypatch):
+    (tmp_path / "x.log").write_text(engine_log())
+    expected = run("--summarize", "x.log")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(engine_log().encode())))
+    assert run("--summarize", "-") == expected
+
+
+def test_text_and_json_tell_the_same(run, tmp_path):
+    (tmp_path / "x.log").write_text(engine_log())
+    _, text, _ = run("--summarize", "x.log")
+    doc = json.loads(run("--summarize", "x.log", "--json")[1])
+    row = next(line.split() for line in text.splitlines() if line.startswith("update"))
+    fields = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes", "peak_bytes", "total_bytes")
+    assert row[1:] == [f"{doc['kernels'][2][field] / GIB:.3f}" for field in fields]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_markdown_is_a_table(run, tmp_path):
+    (tmp_path / "x.log").write_text(engine_log())
+    _, out, _ = run("--summarize", "x.log", "--format", "markdown")
+    assert "| kernel | argument |" in out and "| update | 2.000 | 1.000 |" in out
+
+
+GOLDEN = """\
+tpu7x-8
+
+kernel        argument   output  aliased     temp     code     peak    total
+fwd_bwd          2.000    1.000    1.000    4.000    0.001    6.000    6.001
+fwd_bwd_accum    2.000    1.000    1.000    4.000    0.001    6.000    6.001
+update           2.000    1.000    1.000    4.000    0.001    6.000    6.001
+
+GiB per JAX device; total is peak + code + what stays beside the kernel; peak is
+  argument + output - alias + temp, a sum that tends to be too high
+usable HBM per JAX device: 94.74 GiB, 2 devices per chip (libtpu 0.0.52's limit;
+  the chip has 192 GiB (cloud.google.com/tpu/docs/tpu7x))
+
+fwd_bwd: 3.5e+12 FLOPs, 1.25e+11 bytes accessed
+fwd_bwd_accum: 3.5e+12 FLOPs, 1.25e+11 bytes accessed
+update: 3.5e+12 FLOPs, 1.25e+11 bytes accessed
+FLOPs and bytes are the compiler's own: the body of a loop counts once however
+  often it runs (a scan over layers, over token chunks), a Pallas kernel counts
+  as nothing.
+
+verdict: fits: 6.00 GiB per JAX device in fwd_bwd, 88.74 GiB to spare
+"""
+
+
+def test_golden_report(run, tmp_path):
+    (tmp_path / "x.log").write_text(
+        engine_log(update=TEN, first=TEN.replace(f"alias_size_in_bytes={GIB}", f"alias_size_in_bytes={GIB}"))
+    )
+    assert run("--summarize", "x.log")[1] == GOLDEN
+
+
+# --- largest buffers ----------------------------------------------------------------------------------------
+
+
+def test_the_buffers_at_the_peak_of_a_real_module():
+    """The module scans tanh(c @ b) 16 times over f32[512,2048] per device and stacks the carries: 16 x 4 MiB = 64 MiB;
+    b is gathered whole to bf16[2048,2048] = 8 MiB; the arguments are 4 and 2 MiB. VMEM copies do not count."""
+    text = (DATA / "dump_toy" / "jit_f.hlo.txt").read_text()
+    rows = aot_buffers.peak_buffers(str(DATA / "dump_toy"), text, limit=4)
+    assert [(row["bytes"], row["dtype"], row["dims"], row["kind"]) for row in rows] == [
+        (64 * 2**20, "f32", [16, 512, 2048], "temporary"), (8 * 2**20, "bf16", [2048, 2048], "temporary"),
+        (4 * 2**20, "f32", [512, 2048], "argument"), (2 * 2**20, "f32", [256, 2048], "argument"),
+    ]  # fmt: skip
+    assert rows[0]["source"] == "example/toy.py:14" and "dynamic_update_slice" in rows[0]["op_name"]
+    assert rows[2]["op_name"] == "a"
+
+
+def test_no_reports_no_buffers(tmp_path):
+    assert aot_buffers.peak_buffers(str(tmp_path), "") == []
+
+
+def test_savings_only_where_they_follow_from_the_shape():
+    facts = {
+        "rows_per_device": 2,
+        "width_per_device": 4096,
+        "chunk_size": 512,
+        "layers": 40,
+        "vocab": 1000,
+        "vocab_per_device": None,
+    }
+    buffer = {"name": "x", "bytes": 1000, "dtype": "f32", "kind": "temporary", "op_name": None}
+    assert "half" in aot_buffers.savings({**buffer, "dims": [2, 512, 7]}, facts)[0]
+    assert "--compute_logps_chunk_size=256" in aot_buffers.savings({**buffer, "dims": [3, 512, 1000]}, facts)[0]
+    assert "remat_policy" in aot_buffers.savings({**buffer, "dims": [40, 1, 4096, 8]}, facts)[0]
+    assert (
+        "grad_dtype=bfloat16"
+        in aot_buffers.savings({**buffer, "kind": "argument", "dims": [7], "op_name": "acc_grads['a']"}, facts)[0]
+    )
+    assert aot_buffers.savings({**buffer, "dims": [7, 9]}, facts) == []
+    assert aot_buffers.savings({**buffer, "dims": [7, 9]}, {}) == []
+
+
+# --- predictions side by side --------------------------------------------------------------------------------
+
+
+def stored(run, tmp_path, name: str, **kernels) -> dict:
+    (tmp_path / "log").write_text(engine_log(**kernels))
+    run("--summarize", "log", "--out", name)
+    return json.loads((tmp_path / name).read_text())
+
+
+def test_two_predictions_side_by_side(run, tmp_path):
+    stored(run, tmp_path, "a.json")
+    stored(
+        run, tmp_path, "b.json", update=TEN.replace("temp_size_in_bytes=4294967296", f"temp_size_in_bytes={6 * GIB}", 1)
+    )
+    code, out, _ = run("--prediction", "b.json", "--compare", "a.json")
+    assert code == 0
+    assert ["update", "temp", "6.000", "4.000", "+2.000"] in [line.split() for line in out.splitlines()]
+    doc = json.loads(run("--prediction", "b.json", "--compare", "a.json", "--json")[1])
+    assert doc["compared"]["kernels"][2]["temp_bytes"] == {"this": 6 * GIB, "other": 4 * GIB, "difference": 2 * GIB}
+
+
+def test_predicted_against_measured(run, tmp_path):
+    stored(run, tmp_path, "a.json")
+    result = {
+        "schema": "trainer-bench/1",
+        "memory": {"peak_bytes_max": 5 * GIB, "devices": [{"id": 0, "peak_bytes": 5 * GIB, "limit_bytes": 90 * GIB}]},
+    }
+    (tmp_path / "r.json").write_text(json.dumps(result))
+    code, out, _ = run("--prediction", "a.json", "--measured", "r.json", "--json")
+    found = json.loads(out)["measured"]
+    predicted = 6 * GIB + 2**20
+    assert code == 0 and found == {
+        "peak_bytes": 5 * GIB,
+        "limit_bytes": 90 * GIB,
+        "predicted_bytes": predicted,
+        "predicted_over_measured": predicted / (5 * GIB),
+    }
+    assert "1.200 of it" in run("--prediction", "a.json", "--measured", "r.json")[1]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+TRAINER = "--trainer_backend=maxtext --maxtext_model_name=qwen3-0.6b --mesh_fsdp=4 --max_prompt_length=128 --max_response_length=128 --train_micro_batch_size=4"
+ORCH = "--batch_size=4 --num_generations=4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "piece"),
+    [
+        ([], "nothing to look at"),
+        (["--summarize", "missing.log"], "missing.log"),
+        (["--summarize", "empty.log"], "no memory analysis"),
+        (["--summarize", "empty.log", "--prediction", "x.json"], "two inputs"),
+        (["--prediction", "empty.log"], "not JSON"),
+        (["--prediction", "other.json"], "aot-bench/1"),
+        (["--prediction", "good.json", "--measured", "other.json"], "trainer-bench"),
+        (["--prediction", "good.json", "--measured", "cpu.json"], "no peak memory"),
+        (["--prediction", "good.json", "--compare", "other.json"], "aot-bench/1"),
+        (["--launch-render", "empty.log"], "no Kubernetes object"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH], "no slice"),
+        (["--trainer-argv", TRAINER, "--slice", "v5e:2x2"], "--orch-argv"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpuv5e:3x3"], "fill no whole hosts"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v9-4"], "not known to MaxText"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpuv5e:2x2x1"], "2 sides"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpu7x:2x2x2"], "16"),
+        (["--trainer-argv", TRAINER + " --mesh_expert=2", "--orch-argv", ORCH, "--slice", "v5e-4"], "8 devices"),
+        (["--trainer-argv", "'open", "--orch-argv", ORCH, "--slice", "v5e-4"], "cannot split"),
+        (["--trainer-argv", TRAINER + " --no_such=1", "--orch-argv", ORCH, "--slice", "v5e-4"], "--no_such"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--maxtext", "bare"], "KEY=VALUE"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, argv, piece):
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    (tmp_path / "empty.log").write_text("nothing here\n")
+    (tmp_path / "other.json").write_text('{"schema": "something-else/1"}')
+    (tmp_path / "cpu.json").write_text('{"schema": "trainer-bench/1", "memory": {"peak_bytes_max": null}}')
+    stored(run, tmp_path, "good.json")
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert (
+        err.startswith("aot_bench: ")
+        and err.count("\n") == 1
+        and piece.replace("KEY=", "NAME=") in err.replace("KEY=", "NAME=")
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [["--kernels", "all"], ["--jobs", "0"], ["--hbm-gib", "-1"], ["--typo"], ["--top", "x"]]
+)
+def test_bad_options_are_argparses(run, argv):
+    code, out, err = run("--summarize", "x", *argv)
+    assert code == 2 and out == "" and "usage" in err
+
+
+def test_help_from_the_command_line():
+    env = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "aot_bench.py"), "--help"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert (
+        "Exit status: 0 fits" in done.stdout
+        and "does not fit" in done.stdout
+        and done.stdout.count("aot_bench.py --launch-render") >= 3
+    )
+
+
+# --- children -----------------------------------------------------------------------------------------------
+
+
+def children(tmp_path, jobs: dict, **options):
+    """Run jobs with the fake child; return name -> outcome, and the lines said."""
+    said: list[str] = []
+    full = {name: {"do": "compile", "kernels": [name], **job} for name, job in jobs.items()}
+    outcomes = aot_children.run(full, dict(os.environ), str(tmp_path), say=said.append, program=FAKE_CHILD, **options)
+    return {outcome.name: outcome for outcome in outcomes}, said
+
+
+@pytest.mark.parametrize(
+    ("act", "piece"),
+    [
+        ("killed", "SIGKILL while compiling (this machine ran out of memory, or somebody killed it)"),
+        ("abort", "SIGABRT while compiling: F1130 06:00:00.0 12 llo_module.cc:76] Check failed"),
+        ("refuse-flag", "libtpu refuses a flag: Unknown command line flag 'xla_tpu_no_such_flag'"),
+    ],
+)
+def test_a_child_that_dies_costs_its_own_kernel_only(tmp_path, act, piece):
+    found, said = children(tmp_path, {"update": {}, "fwd_bwd": {"act": act}, "fwd_bwd_accum": {}})
+    assert piece in found["fwd_bwd"].error
+    assert [found[name].result["status"] for name in ("update", "fwd_bwd_accum")] == ["compiled", "compiled"]
+    assert any(piece in line for line in said)
+
+
+def test_a_child_that_hangs_is_killed_and_waiting_does_not_count(tmp_path):
+    """At one at a time the second waits behind the first for longer than its own limit, and is not killed for it."""
+    found, _ = children(tmp_path, {"update": {"act": "hang"}, "fwd_bwd": {}}, timeout_seconds=1.5)
+    assert "compiling took longer than --timeout 1.5 s" in found["update"].error
+    assert found["fwd_bwd"].result["status"] == "compiled"
+
+
+def test_children_compile_in_order_and_lines_are_said(tmp_path):
+    found, said = children(tmp_path, {"update": {}, "fwd_bwd": {}, "fwd_bwd_accum": {}})
+    times = [found[name].result["go_at"] for name in ("update", "fwd_bwd", "fwd_bwd_accum")]
+    assert times == sorted(times)
+    assert [line for line in said if line.startswith("update")] == [
+        "update: built in 0.1 s, lowering", "update: lowered after 0.2 s", "update: compiling", "update: compiled in 0.3 s",
+    ]  # fmt: skip
+    assert any("1000 operations" in line for line in said if line.startswith("fwd_bwd:"))
+
+
+def test_no_child_outlives_an_interrupted_parent(tmp_path):
+    started: list[int] = []
+
+    def say(line: str) -> None:
+        if line.endswith("compiling"):
+            started.extend(int(pid) for pid in os.listdir("/proc") if pid.isdigit() and is_child(pid))
+            raise KeyboardInterrupt
+
+    def is_child(pid: str) -> bool:
+        try:
+            return "fake_compile_child" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            return False
+
+    with pytest.raises(KeyboardInterrupt):
+        aot_children.run(
+            {"update": {"do": "compile", "kernels": ["update"], "act": "hang"}},
+            dict(os.environ),
+            str(tmp_path),
+            say=say,
+            program=FAKE_CHILD,
+        )
+    assert started and not any(is_child(str(pid)) for pid in started)
+
+
+def test_the_childs_environment(tmp_path):
+    launch = {
+        "FLOAT32_LOGITS": "true",
+        "HF_TOKEN": "x",
+        "JAX_PLATFORMS": "tpu,proxy",
+        "TPU_NAME": "t",
+        "LIBTPU_INIT_ARGS": "--a=1",
+        "PATH": "/nowhere",
+    }
+    base = {"PATH": "/bin", "XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_COMPILATION_CACHE_DIR": "/cache"}
+    env = aot_children.child_environment(base, launch, ["--b=2"], str(tmp_path))
+    assert env["FLOAT32_LOGITS"] == "true" and env["JAX_PLATFORMS"] == "cpu" and env["PATH"] == "/bin"
+    assert env["LIBTPU_INIT_ARGS"] == "--b=2" and env["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+    assert not {"HF_TOKEN", "TPU_NAME", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"} & set(env)
+
+
+# --- the launch ----------------------------------------------------------------------------------------------
+
+
+def launch_of(*argv: str) -> aot_launch.Launch:
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    return aot_launch.read_launch(aot_bench.build_parser().parse_args(aot_bench._join_dashes(argv)))
+
+
+def test_a_launch_render_and_the_bench_made_of_it_are_one_program(capsys, tmp_path):
+    import render_bench
+
+    example = str(ROOT / "examples" / "launch_dryrun.yaml")
+    edits = ["--maxtext", "num_moe_token_chunks=4", "--libtpu", "--xla_tpu_scoped_vmem_limit_kib=81920"]
+    assert (
+        render_bench.main(
+            ["--launch-render", example, "--name", "b", "--quiet", "--out", str(tmp_path / "b.yaml"), *edits]
+        )
+        == 0
+    )
+    direct, carried = (
+        launch_of("--launch-render", example, *edits),
+        launch_of("--launch-render", str(tmp_path / "b.yaml")),
+    )
+    capsys.readouterr()
+    assert (direct.topology, direct.devices) == (carried.topology, carried.devices) == ("tpu7x-256", 256)
+    assert (
+        "num_moe_token_chunks=4" in direct.env["MAXTEXT_EXTRA_FLAGS"]
+        and "num_moe_token_chunks=2" not in direct.env["MAXTEXT_EXTRA_FLAGS"]
+    )
+    assert "--xla_tpu_scoped_vmem_limit_kib=81920" in direct.libtpu and direct.libtpu == carried.libtpu
+    own = ("enable_checkpointing", "run_name", "base_output_directory", "load_parameters_path")
+    keys = [word for word in carried.env["MAXTEXT_EXTRA_FLAGS"].split() if not word.startswith(own)]
+    assert keys == direct.env["MAXTEXT_EXTRA_FLAGS"].split()
+    assert "--mesh_context=4" in direct.trainer_argv and "--mesh_context=4" in carried.trainer_argv
+    assert (
+        "--truncated_importance_sampling_type=seq-mask-tis" in direct.orch_argv or direct.orch_argv == carried.orch_argv
+    )
+
+
+def test_edits_reach_argv_and_slice():
+    launch = launch_of(
+        "--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpuv5e:2x2", "--trainer-arg", "mesh_fsdp=2",
+        "--orch-arg", "beta=0.1", "--orch-arg-unset", "batch_size", "--env", "FLOAT32_LOGITS=true",
+    )  # fmt: skip
+    assert "--mesh_fsdp=2" in launch.trainer_argv and "--mesh_fsdp=4" not in launch.trainer_argv
+    assert launch.orch_argv == ["--num_generations=4", "--beta=0.1"]
+    assert (launch.topology, launch.devices, launch.env["FLOAT32_LOGITS"]) == ("v5e-4", 4, "true")
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "devices"),
+    [
+        ("tpu7x:4x4x8", "tpu7x-256", 256),
+        ("tpu7x:2x2x1", "tpu7x-8", 8),
+        ("tpuv5:4x4x8", "v5p-256", 128),
+        ("tpuv6e:4x8", "v6e-32", 32),
+        ("tpuv5e:16x16", "v5e-256", 256),
+        ("v4-8", "v4-8", 4),
+    ],
+)
+def test_slices_in_maxtexts_names(text, topology, devices):
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    name, target = aot_launch.find_topology(text)
+    assert (name, target.devices_per_slice) == (topology, devices)
+
+
+def test_flags_are_split_by_the_way_they_reach_the_compiler():
+    flags = aot_launch.split_flags(["--xla_a=1", "--xla_b", "--DANGEROUS_c=true", "--xla_a=2"])
+    assert flags.options == {"xla_a": "2", "xla_b": "true"} and flags.init_args == ["--DANGEROUS_c=true"]
+
+
+def test_a_flag_that_is_no_compiler_option_is_tried_the_other_way(monkeypatch, capsys):
+    asked = []
+
+    def toy(launch, flags, work_dir, name, timeout):
+        asked.append(flags)
+        outcome = aot_children.Outcome(name)
+        if "xla_late" in flags.options:
+            outcome.result = {"status": "flags", "rejected": ["xla_late"]}
+        elif "--xla_late=1" in flags.init_args and "--xla_wrong=1" not in flags.init_args:
+            outcome.result = {"status": "flags", "rejected": []}
+        return outcome
+
+    monkeypatch.setattr(aot_launch, "_toy", toy)
+    launch = aot_launch.Launch([], [], {}, ["--xla_fine=3", "--xla_late=1"], "v5e-4", 4)
+    flags = aot_launch.check_flags(launch, "", None)
+    assert (flags.options, flags.init_args) == ({"xla_fine": "3"}, ["--xla_late=1"]) and len(asked) == 2
+    assert "tried in LIBTPU_INIT_ARGS: xla_late" in capsys.readouterr().err
+
+
+def test_a_misspelt_flag_is_one_line(monkeypatch, run):
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+
+    def toy(launch, flags, work_dir, name, timeout):
+        error = "libtpu refuses a flag: Unknown command line flag 'xla_tpu_no_such_flag'"
+        result = None if flags.init_args else {"status": "flags", "rejected": ["xla_tpu_no_such_flag"]}
+        return aot_children.Outcome(name, result=result, error=error if flags.init_args else None)
+
+    monkeypatch.setattr(aot_launch, "_toy", toy)
+    code, out, err = run(
+        "--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--libtpu", "--xla_tpu_no_such_flag=1"
+    )
+    assert code == 2 and out == "" and "Unknown command line flag 'xla_tpu_no_such_flag'" in err.splitlines()[-1]
