@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,6 +136,8 @@ def write_whole(path: str, data: str | bytes) -> None:
 
 
 def _replace_file(path: str, payload: bytes) -> None:
+    import tempfile  # 13 ms that most runs of the light tools do not need
+
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=os.path.dirname(path))
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -39,7 +39,7 @@ from bench_common import EXIT_DIFFERENT, EXIT_OK, BenchError, complain, dump_jso
 from config_keys import DERIVED, GROUPS, NOT_VOLATILE, VOLATILE, any_glob, group_of, meaning, same_value
 from config_log import Block, ConfigLog, read_configs
 
-TOOL = "diff-config"
+TOOL = "diff_config"
 SCHEMA = "diff-config/1"
 
 # --- comparing -----------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from bench_common import (
 from launch_render import MAX_RENDER_BYTES, Document, Render, read_render
 from render_tree import Leaf, Map, Node, document_tree, find_trainer, path_steps, path_text, plain, roles, trainer_tree
 
-TOOL = "diff-render"
+TOOL = "diff_render"
 SCHEMA = "diff-render/1"
 
 # Why a difference has no effect.

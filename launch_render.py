@@ -434,6 +434,8 @@ def _program(words: list[Word], where: str) -> tuple[list[Word], list[Word]]:
 
 _BLANKS = re.compile(r"(?:[ \t\n]|\\\n)+")
 _OPERATORS = re.compile(r"&&|\|\||[;&|()<>]")
+_PLAIN = re.compile(r"[^ \t\n;&|()<>'\"\\$`]+")
+_PLAIN_QUOTED = re.compile(r"[^\"\\$`]+")
 _BRACES = re.compile(r"(?<!\$)\{[^{}]*(?:,|\.\.)[^{}]*\}")
 
 
@@ -466,7 +468,11 @@ def _read_word(text: str, start: int, where: str) -> tuple[Word, int]:
     parts, unquoted, live, bare, i = [], [], False, False, start
     while i < len(text) and text[i] not in " \t\n;&|()<>":
         char, begin = text[i], i
-        if char == "'":
+        if plain := _PLAIN.match(text, i):  # most of a word, in one step
+            i = plain.end()
+            parts.append(plain[0])
+            unquoted.append(plain[0])
+        elif char == "'":
             i = _closing(text, i, where)
             parts.append(text[begin + 1 : i])
             i += 1
@@ -494,7 +500,10 @@ def _read_double_quoted(text: str, start: int, where: str) -> tuple[str, bool, i
     value, live, i = [], False, start + 1
     while i < len(text) and text[i] != '"':
         begin = i
-        if text[i] == "\\" and text[i + 1 : i + 2] in ("$", "`", '"', "\\", "\n"):
+        if plain := _PLAIN_QUOTED.match(text, i):
+            i = plain.end()
+            value.append(plain[0])
+        elif text[i] == "\\" and text[i + 1 : i + 2] in ("$", "`", '"', "\\", "\n"):
             value.append(text[i + 1].replace("\n", ""))
             i += 2
         else:

@@ -543,7 +543,7 @@ def test_bad_input_is_one_line(run, files, data, message):
     good, bad = files("apiVersion: v1\nkind: A\nmetadata: {name: x}\n", data)
     for order in ((good, bad), (bad, good)):
         code, out, err = run(*order)
-        assert (code, out) == (2, "") and message in err and err.count("\n") == 1 and err.startswith("diff-render: ")
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1 and err.startswith("diff_render: ")
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", "."])
