@@ -173,7 +173,9 @@ def closing_lines(document: Mapping[str, Any]) -> list[str]:
         doubt = "" if head["ci95_low_seconds"] is None else (
             f" (95 % CI {head['ci95_low_seconds']:.4f} to {head['ci95_high_seconds']:.4f})")  # fmt: skip
         count = len(head["measured_steps"])
-        lines.append(f"median {head['median_step_seconds']:.4f} s per optimizer step{doubt}, {count} steps")
+        lines.append(
+            f"median {head['median_step_seconds']:.4f} s per optimizer step{doubt}, {count} step{'s' * (count != 1)}"
+        )
         rates = f"{head['slots_per_second_per_chip']:,.0f} slots/s/chip, "
         rates += f"{head['real_tokens_per_second_per_chip']:,.0f} real tokens/s/chip, "
         drift = "" if head["drift_over_window"] is None else f", drift {head['drift_over_window']:+.1%}"
