@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import os
 import shlex
@@ -346,6 +347,23 @@ def open_steps_file(options: argparse.Namespace) -> int | None:
 # Setting up
 
 
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse a file that cannot be written before anything runs.
+
+    Raises:
+      BenchError: a directory, or a file in a folder that is missing or read-only; a plot that cannot be drawn.
+    """
+    for path in (options.out, options.plot, options.steps_file, options.save_payload, options.save_numerics):
+        folder = os.path.dirname(os.path.realpath(path)) if path else None
+        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+            why = "Is a directory" if os.path.isdir(path) else f"no folder {folder} to write into"
+            raise BenchError(f"cannot write: {why}", where=path, todo="choose a writable place")
+    if options.plot and not options.plot.endswith((".png", ".svg")):
+        raise BenchError("not .png or .svg", where=f"--plot {options.plot}", todo="name the file by its format")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise BenchError("matplotlib is not installed", where="--plot", todo="install the extra `plot`, or leave it")
+
+
 def set_up_platform(options: argparse.Namespace) -> None:
     """Choose the backend before JAX is imported: virtual CPU devices for a smoke run, else what the pod says."""
     if not options.cpu_smoke:
@@ -497,19 +515,25 @@ def _real_weights(plan: Plan) -> bool:
 
 
 def write_result(run: Run) -> dict[str, Any]:
-    """Print table, verdict and the JSON line; write --out and --plot. Returns the document."""
+    """Print table, verdict and the JSON line; write --out and --plot. Returns the document.
+
+    Raises:
+      BenchError: a file cannot be written; the JSON line has been printed all the same.
+    """
     summary = bench_stats.summarize([step.time() for step in run.steps], run.options.warmup, run.options.seed)
     document = result_document(run)
     if run.steps:
         emit(bench_report.table(run.steps, summary) + "\n")
     for line in bench_report.closing_lines(document):
         say(line)
-    if run.options.plot and run.steps:
-        bench_report.plot(run.options.plot, run.steps, summary)
     text = bench_report.one_line(document)
-    if run.options.out:
-        write_whole(run.options.out, text)
-    emit(text)
+    try:
+        if run.options.out:
+            write_whole(run.options.out, text)
+        if run.options.plot and run.steps:
+            write_whole(run.options.plot, bench_report.plot(run.options.plot, run.steps, summary))
+    finally:
+        emit(text)
     return document
 
 
@@ -519,6 +543,7 @@ def write_result(run: Run) -> dict[str, Any]:
 
 def payload_only(options: argparse.Namespace) -> int:
     """Build and describe the first micro-batch, and write it where asked."""
+    check_outputs(options)
     plan = plan_run(options)
     try:
         batches, _, load = make_micro_batches(plan, argparse.Namespace(**{**vars(options), "micro_batches": 1}))
@@ -572,6 +597,7 @@ def execute(run: Run, watch: Watch) -> None:
 
 def bench(options: argparse.Namespace) -> int:
     """Run the bench and write its result whatever happens. Returns the exit code."""
+    check_outputs(options)
     run = Run(options)
     run.staging["asked"] = options.stage_before_update
 

@@ -459,16 +459,20 @@ def save_npz(path: str, batch: Batch) -> None:
     """Write a batch whole or not at all, each field under its own name; fields that are None are left out.
 
     Raises:
-      BenchError: the file cannot be written.
+      BenchError: the file cannot be written, or is not an ordinary one.
     """
     temporary = ""
     try:
-        folder = os.path.dirname(os.path.realpath(path))
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".part", delete=False) as stream:
+        target = os.path.realpath(path)
+        if os.path.exists(target) and not os.path.isfile(target):  # a rename would put a file in place of the device
+            raise BenchError("cannot write: not an ordinary file", where=path, todo="choose a writable place")
+        with tempfile.NamedTemporaryFile(
+            dir=os.path.dirname(target), prefix=".", suffix=".part", delete=False
+        ) as stream:
             temporary = stream.name
             np.savez(stream, **{name: value for name, value in batch.items() if value is not None})
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         if temporary:
             os.unlink(temporary)

@@ -198,8 +198,13 @@ def append_line(handle: int, document: Any) -> None:
     os.write(handle, one_line(document).encode())
 
 
-def plot(path: str, steps: Sequence[StepRecord], summary: bench_stats.Summary) -> None:
-    """Draw the step times with the window and the interval. Needs matplotlib (extra `plot`)."""
+def plot(path: str, steps: Sequence[StepRecord], summary: bench_stats.Summary) -> bytes:
+    """Return a drawing of the step times, the window and the interval, in the format that the path ends in.
+
+    Needs matplotlib (extra `plot`).
+    """
+    import io
+
     import matplotlib
 
     matplotlib.use("Agg")
@@ -219,5 +224,7 @@ def plot(path: str, steps: Sequence[StepRecord], summary: bench_stats.Summary) -
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format=path.rpartition(".")[2])
     pyplot.close(figure)
+    return drawing.getvalue()

@@ -19,6 +19,7 @@ from launches import driver_environment
 
 import bench_driver
 import bench_plan
+from bench_common import BenchError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +113,35 @@ def test_provenance_is_copied(fake, tiny):
 def test_out_is_the_last_line(fake, tmp_path):
     _, document, text, _ = fake("--steps=1", f"--out={tmp_path}/result.json")
     assert (tmp_path / "result.json").read_text() == text.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot", "--steps-file", "--save-payload", "--save-numerics"])
+@pytest.mark.parametrize("name", ["missing/x.png", "folder.png"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tiny, capsys, tmp_path, option, name):
+    (tmp_path / "folder.png").mkdir()
+    program = FakeProgram()
+    install(program, tiny.setattr)
+    assert bench_driver.main(["--steps=1", f"{option}={tmp_path}/{name}"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, program.log) == ("", [])
+    assert f"{name}: cannot write: " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_disk_that_fills_up_loses_no_result(fake, tiny, capsys, tmp_path, option):
+    def full(path, data):
+        raise BenchError("cannot write: No space left on device", where=path)
+
+    tiny.setattr(bench_driver, "write_whole", full)
+    code, document, _, _ = fake("--steps=3", f"{option}={tmp_path}/x.png")
+    assert (code, len(document["steps"])) == (2, 3)
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["steps.gif", "steps"])
+def test_a_plot_is_png_or_svg(tiny, capsys, name):
+    assert bench_driver.main(["--steps=1", f"--plot={name}"]) == 2
+    assert "not .png or .svg" in capsys.readouterr().err
 
 
 def test_plot(fake, tmp_path):

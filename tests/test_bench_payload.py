@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import stat
 
 import numpy as np
 import pytest
@@ -448,6 +450,22 @@ def damaged_files(folder):
     bench_payload.save_npz(str(folder / "cut.npz"), build())
     (folder / "cut.npz").write_bytes((folder / "cut.npz").read_bytes()[:-400])
     return ["objects.npz", "single.npy", "segments.npz", "text.npz", "empty.npz", "cut.npz", "missing.npz", ""]
+
+
+def test_saving_to_a_device_leaves_the_device(tmp_path):
+    """As root a rename would replace /dev/full itself; here a named pipe stands for it."""
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(BenchError, match="not an ordinary file"):
+        bench_payload.save_npz(str(tmp_path / "pipe.npz"), build())
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe.npz").st_mode)
+    assert os.listdir(tmp_path) == ["pipe.npz"]
+
+
+def test_saving_through_a_link_writes_what_it_points_to(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "real" / "batch.npz")
+    bench_payload.save_npz(str(tmp_path / "link.npz"), build())
+    assert (tmp_path / "link.npz").is_symlink() and (tmp_path / "real" / "batch.npz").is_file()
 
 
 def test_a_file_that_is_no_batch_is_one_line(tmp_path):
