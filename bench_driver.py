@@ -183,14 +183,23 @@ def say(message: str) -> None:
     emit(f"{TAG} {message}\n")
 
 
+def live(message: str) -> None:
+    """Show what is going on in one line that is overwritten; only on a terminal, never in a log."""
+    if sys.stderr.isatty():
+        print(f"\r{TAG} {message:<60}", end="", file=sys.stderr, flush=True)
+
+
 def run_step(
     run: Run, index: int, payloads: Sequence[Any], compiles: CompileLog, staged: Any, watch: Watch
 ) -> StepRecord:
     """Drive one optimizer step exactly as the orchestrator does and time it.
 
+    Where the argv asks for it, the actor's log-prob pass runs before each micro-batch and blocks, as there; what it
+    returns is not fed back, because the orchestrator would change values with it and no shape.
+
     Args:
-      payloads: the step's N micro-batches, as payload objects.
-      staged: a StepBoundary that has the first one on the device already, or None.
+      payloads: the run's distinct micro-batches, as payload objects; the step takes the next N of them.
+      staged: a StepBoundary that may have the first one on the device already, or None.
     """
     program, calls = run.program, []
     boundary = {"device_wait_seconds": None, "h2d_seconds": None}
@@ -202,13 +211,17 @@ def run_step(
         calls.append((time.perf_counter() - begin, name))
         watch.check()
 
+    orch, pad_id = run.plan.job.orch, run.plan.job.pad_id
     start = time.perf_counter()
-    for i, payload in enumerate(payloads):
-        last = i == len(payloads) - 1
+    for i in range(run.count):
+        live(f"step {index}: micro-batch {i + 1} of {run.count}")
+        which, last = (index * run.count + i) % len(payloads), i == run.count - 1
+        if run.plan.logps_pass:
+            timed("per_token_logps", program.per_token_logps, run.batches[which], orch.temperature, pad_id)
         if i == 0 and staged is not None and staged.ready:
             timed("fwd_bwd (staged)", staged.fwd_bwd, last)
         else:
-            timed("fwd_bwd", program.fwd_bwd, payload, last)
+            timed("fwd_bwd", program.fwd_bwd, payloads[which], last)
     if staged is not None:
         boundary = staged.cross(run, index)
     timed("update", staged.update if staged is not None else program.update)
@@ -225,7 +238,7 @@ def run_step(
         longest_call_seconds=seconds, longest_call=name, gc_seconds=watch.gc_seconds() - collected,
         compiles=[{"program": name, "seconds": seconds} for name, seconds in events],
         losses=metrics.get("loss", []), gradient_norm=norms[-1],
-        micro_batches_differ=any(len(values) == len(payloads) and len(set(values)) > 1 for values in metrics.values()),
+        micro_batches_differ=any(len(values) == run.count and len(set(values)) > 1 for values in metrics.values()),
         gradient_share=gradient_share(metrics), **boundary,
     )  # fmt: skip
 
@@ -282,14 +295,12 @@ def drive(run: Run, watch: Watch) -> None:
             index = len(run.steps)
             run.paused_seconds += tracer.before(index)
             with watch.step(index, options.step_timeout):
-                chosen = [payloads[(index * run.count + i) % len(payloads)] for i in range(run.count)]
-                step = run_step(run, index, chosen, compiles, staged, watch)
+                step = run_step(run, index, payloads, compiles, staged, watch)
             step.profiled = tracer.active
             run.paused_seconds += tracer.after(index)
             run.steps.append(step)
             run.wall_seconds = time.perf_counter() - begin
-            if steps_handle is not None:
-                bench_report.append_line(steps_handle, dataclasses.asdict(step))
+            append_step(steps_handle, dataclasses.asdict(step), options)
             check_step(step, run.count, len(run.batches))
             say(bench_report.step_line(step, None if options.until_ci else options.steps))
             if _done(run):
@@ -337,10 +348,28 @@ def open_steps_file(options: argparse.Namespace) -> int | None:
         return None
     try:
         handle = os.open(options.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        bench_report.append_line(handle, {"schema": SIGNATURE, "seed": options.seed, "steps": options.steps})
     except OSError as error:
-        raise BenchError(f"cannot write: {error.strerror}", where=options.steps_file, todo="choose another") from error
+        raise _cannot_write(options, error) from error
+    append_step(handle, {"schema": SIGNATURE, "seed": options.seed, "steps": options.steps}, options)
     return handle
+
+
+def append_step(handle: int | None, document: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Append one line to --steps-file, if there is one.
+
+    Raises:
+      BenchError: it cannot be written any more, such as on a full disk.
+    """
+    if handle is None:
+        return
+    try:
+        bench_report.append_line(handle, document)
+    except OSError as error:
+        raise _cannot_write(options, error) from error
+
+
+def _cannot_write(options: argparse.Namespace, error: OSError) -> BenchError:
+    return BenchError(f"cannot write: {error.strerror}", where=options.steps_file, todo="free space, or choose another")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -502,7 +531,8 @@ def _batch_document(run: Run) -> dict[str, Any]:
     return {"batch": dataclasses.asdict(plan.batch) if plan else None,
             "slots_per_step": plan.batch.slots * run.count if plan and run.count else None,
             "real_tokens_per_step": real,
-            "gradient_share": bench_payload.gradient_share(batches[0]) if batches else None}  # fmt: skip
+            "gradient_share": bench_payload.gradient_share(batches[0]) if batches else None,
+            "logps_pass_per_micro_batch": plan.logps_pass if plan else None}  # fmt: skip
 
 
 def _without_text(load: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -574,6 +604,8 @@ def execute(run: Run, watch: Watch) -> None:
     """Plan, build, and drive a run; fills it."""
     options = run.options
     set_up_platform(options)
+    if not options.cpu_smoke or "maxtext" not in sys.modules:
+        say("importing JAX and MaxText")
     run.plan = plan_run(options)
     for why in dict.fromkeys(item.why for item in run.plan.shrunk):
         items = [f"{item.what}={item.now}" for item in run.plan.shrunk if item.why == why]
@@ -583,11 +615,13 @@ def execute(run: Run, watch: Watch) -> None:
     if options.save_payload:
         bench_payload.save_npz(options.save_payload, run.batches[0])
     watch.check()
+    say("building the engine")
     run.program = bench_runtime.build_program(run.plan.job)
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.program.mesh.shape.items() if size > 1) or "one device"
     say(f"runtime {run.program.runtime}; mesh {mesh}; {run.count} micro-batches per optimizer step")
     fill_sampler_logps(run)
     watch.check()
+    say("compiling and running step 0")
     drive(run, watch)
     if options.save_numerics:
         from numerics_file import save_numerics

@@ -37,6 +37,18 @@ class Plan:
     routing_load: str
     shrunk: list[bench_config.Shrunk]
 
+    @property
+    def logps_pass(self) -> bool:
+        """Whether the orchestrator asks for the actor's log-probs before each micro-batch.
+
+        It does where rollout log-probs are the old ones, unless the loss can do it on the way: one iteration, one
+        update per batch, no logging of the agreement (rl_program._apply_sampler_trainer_agreement).
+        """
+        orch = self.job.orch
+        one_update = (orch.mini_batch_size or orch.batch_size) >= orch.batch_size
+        fused = orch.num_iterations == 1 and one_update and not orch.log_sampler_trainer_agreement
+        return orch.use_rollout_logps and not fused
+
 
 def plan_launch(
     trainer_argv: Sequence[str], orch_argv: Sequence[str], env: Mapping[str, str], num_devices: int, *,

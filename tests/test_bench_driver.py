@@ -66,6 +66,23 @@ def test_no_log_prob_pass_where_nothing_reads_the_samplers(fake, tiny):
     assert "logps" not in fake("--steps=1")[3].log
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ("--use_rollout_logps --log_sampler_trainer_agreement", True),
+        ("--use_rollout_logps --num_iterations=2", True),
+        ("--use_rollout_logps --mini_batch_size=1", True),
+        ("--use_rollout_logps", False),  # the loss does it on the way
+        ("--no-use_rollout_logps --log_sampler_trainer_agreement", False),
+    ],
+)
+def test_the_actors_log_prob_pass_runs_before_each_micro_batch_where_asked(fake, tiny, flags, asked):
+    tiny.setenv("ORCH_ARGV", f"--batch_size=3 --num_generations=4 --max_seq_token_per_tpu=256 {flags}")
+    _, document, _, program = fake("--steps=1", "--micro-batches=2", "--sampler-logps=synthetic")
+    assert program.log == (["logps", "fwd_bwd"] if asked else ["fwd_bwd"]) * 2 + ["update", "wait", "metrics"]
+    assert document["logps_pass_per_micro_batch"] is asked
+
+
 def test_ok_verdict_needs_steady_steps(fake):
     code, document, text, _ = fake("--steps=30", seconds=0.01)
     assert (code == 0) == (document["verdict"] == "ok")
