@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import bench_driver  # noqa: E402
+import bench_loop  # noqa: E402
 import bench_plan  # noqa: E402
 import bench_runtime  # noqa: E402
 
@@ -85,7 +86,7 @@ def install(program: FakeProgram, patch=setattr) -> None:
     patch(bench_runtime, "versions", dict)
     patch(bench_driver, "plan_run", plan_run)
     patch(bench_driver, "set_up_platform", lambda options: None)
-    patch(bench_driver, "CompileLog", lambda: SimpleNamespace(take=lambda: [], close=lambda: None))
+    patch(bench_loop, "CompileLog", lambda: SimpleNamespace(take=lambda: [], close=lambda: None))
 
 
 if __name__ == "__main__":
