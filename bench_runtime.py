@@ -227,13 +227,18 @@ class TrainerProgram:
     def __init__(self, runtime: str, calls: _WorkerCalls, engine: Callable[[], Any], mesh: Any, payload_class: type,
                  config: Any, logps_request: Any = None):  # fmt: skip
         self.runtime = runtime  # "tunix" or "standin"
-        self.calls, self.mesh, self.config = calls, mesh, config
+        self.calls, self.mesh, self._config = calls, mesh, config
         self._engine, self._payload_class, self._logps_request = engine, payload_class, logps_request
 
     @property
     def engine(self) -> Any:
-        """MaxText's engine inside the worker."""
+        """MaxText's engine inside the worker; some workers make it when they are initialized."""
         return self._engine()
+
+    @property
+    def config(self) -> Any:
+        """The resolved MaxText config, the engine's own where Tunix's trainer node built it."""
+        return self._config if self._config is not None else getattr(self.engine, "_config", None)
 
     def start(self, loss_fn: Callable[..., Any], model_input_fn: Callable[[Any], dict[str, Any]]) -> None:
         """Bring the worker up in the orchestrator's order; compile(None) defers to the first fwd_bwd payload."""
@@ -433,7 +438,7 @@ def _build_tunix(job: Job) -> TrainerProgram:
     calls = _WorkerCalls(worker_module.TrainerWorker, datatypes, factory, mesh, worker_id=job.trainer.worker_id,
                          logps_chunk_size=job.trainer.compute_logps_chunk_size,
                          logps_micro_batch_size=job.trainer.compute_logps_micro_batch_size)  # fmt: skip
-    program = TrainerProgram("tunix", calls, engine, mesh, datatypes.RLTrainerPayload, config or engine()._config,
+    program = TrainerProgram("tunix", calls, engine, mesh, datatypes.RLTrainerPayload, config,
                              getattr(datatypes, "LogprobsRequest", None))  # fmt: skip
     if "logps_chunk_size" in calls.ignored and job.trainer.compute_logps_chunk_size:
         model_input_fn = _with_chunk_size(model_input_fn, job.trainer.compute_logps_chunk_size)

@@ -309,6 +309,92 @@ def test_git_revision_of_a_checkout(tmp_path, monkeypatch):
     assert len(bench_runtime.git_revision("somepackage")) == 40
 
 
+NEWEST_TUNIX = {  # the names and signatures of October 2026, and a log of who was called with what
+    "log.py": "LOG = []",
+    "experimental/common/datatypes.py": """
+        import dataclasses
+        @dataclasses.dataclass
+        class TrainRequest: payload: object; request_id: str = ""
+        @dataclasses.dataclass
+        class LogprobsRequest: prompt_tokens: object; completion_tokens: object; temperature: float; pad_id: int = 0
+        @dataclasses.dataclass
+        class RLTrainerPayload: prompt_ids: object; completion_ids: object; routed_experts: object = None
+        """,
+    "experimental/worker/trainer_worker.py": """
+        from tunix.log import LOG
+        class TrainerWorker:
+            def __init__(self, trainer_factory, *, worker_id="w", logps_chunk_size=0, logps_micro_batch_size=None,
+                         execution_context=None):
+                self.factory = trainer_factory
+                LOG.append(["worker", worker_id, logps_chunk_size, execution_context])
+            def initialize(self): self.engine = self.factory()  # lazily, as in the recipe line
+            def compile(self, dummy_data=None): LOG.append(["compile", dummy_data])
+            def with_loss_fn(self, fn, has_aux=False): LOG.append(["loss", fn, has_aux])
+            def with_gen_model_input_fn(self, fn): LOG.append(["input", fn])
+            def fwd_bwd(self, request, **kwargs): LOG.append(["fwd_bwd", request.payload])
+            def update(self, **kwargs): LOG.append(["update"])
+            def get_metrics(self): pass
+            def stop(self): pass
+        """,
+    "experimental/examples/common/run_trainer_node.py": """
+        import types
+        from tunix.log import LOG
+        def _parse_args(argv): LOG.append(["parse", argv]); return types.SimpleNamespace(argv=argv)
+        def _create_trainer_factory(args): return (lambda: types.SimpleNamespace(_config="resolved")), "mesh"
+        """,
+    "rl/algorithm_config.py": """
+        import dataclasses
+        @dataclasses.dataclass(frozen=True)
+        class GRPOConfig:
+            beta: float = 0.04; epsilon: float = 0.2; epsilon_high: float = None; temperature: float = None
+            num_generations: int = 2; use_rollout_logps: bool = True; loss_agg_mode: str = ""
+        """,
+    "experimental/orchestrator/algorithm_adapter.py": """
+        class GRPOAdapter:
+            def __init__(self, algo_config=None): self.algo_config = algo_config
+            def loss_fn(self): return "tunix loss"
+            def build_gen_model_input_fn(self, pad_id, eos_id):
+                return [pad_id, eos_id, self.algo_config.epsilon_high, self.algo_config.loss_agg_mode]
+        """,
+    "utils/maxtext_utils.py": "def get_tokenizer_pad_id(model_id, tokenizer_path, model_dir): return len(model_id)",
+}
+
+
+def test_newest_tunix_brings_its_own_parser_factory_worker_and_algorithm(tmp_path):
+    import json
+    import textwrap
+
+    for name, text in NEWEST_TUNIX.items():
+        path = tmp_path / "tunix" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        for parent in path.relative_to(tmp_path).parents:
+            (tmp_path / parent / "__init__.py").touch()
+    script = """
+import json, bench_config, bench_runtime
+trainer_argv = ["--trainer_backend=maxtext", "--discovery_addrs=o:1", "--process_main=x.main", "--model_id=abc",
+                "--worker_id=flags-a", "--compute_logps_chunk_size=512"]
+orch_argv = ["--epsilon_high=0.28", "--loss_agg_mode=token-mean", "--no-use_rollout_logps"]
+job = bench_runtime.Job(trainer_argv, orch_argv, bench_config.parse_trainer_argv(trainer_argv),
+                        bench_config.parse_orch_argv(orch_argv), [], bench_runtime.pad_id(trainer_argv, False))
+program = bench_runtime.build_program(job)
+program.fwd_bwd("batch", True); program.update()
+from tunix.log import LOG
+print(json.dumps([program.runtime, program.config, program.mesh, job.not_the_same_program, LOG]))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    runtime, config, mesh, differs, log = json.loads(result.stdout)
+    trainer_argv = "--trainer_backend=maxtext --model_id=abc --worker_id=flags-a --compute_logps_chunk_size=512".split()
+    assert (runtime, config, mesh, differs) == ("tunix", "resolved", "mesh", [])
+    assert log == [
+        ["parse", trainer_argv],
+        ["worker", "flags-a", 512, "mesh"], ["compile", None], ["loss", "tunix loss", True],
+        ["input", [3, 3, 0.28, "token-mean"]], ["fwd_bwd", "batch"], ["update"],
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_real_tunix_from_git_drives_the_real_engine(tmp_path):
     """Padded rows of the checkout's own TrainerWorker and loss around MaxText's engine, in a process of its own."""
