@@ -1,0 +1,359 @@
+"""Check on a laptop that a launch's micro-batch is sound and that a numerics option is safe, before it costs a slice.
+
+MaxText's real engine and model run on four virtual CPU devices, shrunk as bench_driver --cpu-smoke shrinks them. Every
+verdict is a number against a limit, printed with the reason for the limit. A check that cannot fail is a defect:
+--audit breaks the input of each one on purpose and shows that it is noticed.
+
+Input: --launch-render FILE, what a launcher prints under DRY_RUN=true (or - for stdin), or a built-in tiny launch.
+Output: one line per finding; `known limit` is what the installed MaxText cannot do, shown but not counted:
+    pass        chunking: chunk 7 (a divisor): log-probs             2 <= 64 ulps
+    known limit routing: unset tokens ... fall back to the gate      1 <= 0 share
+
+Checks: payload, chunking, packing, accumulation, padding, routing, grpo, knobs (--list says what each one does).
+`knobs` tries the alternative of every numerics option of the launch, and each --knob KEY=VALUE: distances to the
+launch's own setting and to float32, next to the noise floor, and a verdict: bit identical, within noise, changes
+numerics, or unknown here (TPU only, or a newer MaxText).
+
+Exit status: 0 all pass; 1 something differs, or --audit found a check that cannot fail; 2 could not check.
+
+Examples:
+    # may the router's logits be bfloat16?
+    check_numerics_cpu.py --launch-render launch.yaml --only knobs --knob float32_gate_logits=false
+    # two driver runs, before and after a change of flags
+    check_numerics_cpu.py --compare before.npz after.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import bench_plan
+import bench_runtime
+import launch_render
+from bench_common import EXIT_DIFFERENT, EXIT_OK, BenchError, complain, dump_json, emit, read_text, run_tool
+
+SCHEMA = "trainer-bench-numerics/1"
+NAMES = ("payload", "chunking", "packing", "accumulation", "padding", "routing", "grpo", "knobs")
+# Four devices are the smallest mesh of fsdp 2 x expert 2. LLVM's optimisations take half of the time of such small
+# programs and change no rounding that a limit here could see. Excess precision off: else XLA keeps bfloat16 values in
+# float32 where it can, and an option that rounds would look as if it did not.
+XLA_FLAGS = ("--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+             "--xla_llvm_disable_expensive_passes=true --xla_allow_excess_precision=false")  # fmt: skip
+# A launch of the shape the bench is made for, as small as it goes: what runs without --launch-render.
+TINY_TRAINER = (
+    "--trainer_backend=maxtext --maxtext_model_name=qwen3.5-35b-a3b --mesh_fsdp=2 --mesh_expert=2 --num_generations=4 "
+    "--mini_batch_size=3 --train_micro_batch_size=4 --max_prompt_length=64 --max_response_length=192 "
+    "--max_seq_token_per_tpu=256 --compute_logps_chunk_size=64 --remat_policy=full --optimizer_learning_rate=1e-6"
+)
+TINY_ORCH = (
+    "--batch_size=3 --mini_batch_size=3 --num_generations=4 --max_prompt_length=64 --max_response_length=192 "
+    "--train_micro_batch_size=4 --max_seq_token_per_tpu=256 --max_segments_per_packed_row=4 --trainer_fsdp=2 "
+    "--trainer_expert=2 --epsilon_high=0.28 --loss_agg_mode=token-mean --no-use_rollout_logps"
+)
+TINY_ENV = {"MAXTEXT_EXTRA_FLAGS": "num_vocab_tiling=2 mu_dtype=float32 grad_dtype=float32", "FLOAT32_LOGITS": "true"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(prog="check_numerics_cpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--launch-render", metavar="FILE", help="the launch to check (default: a built-in tiny one)")
+    add("--only", type=_names, metavar="A,B", help="only these checks")
+    add("--skip", type=_names, default=(), metavar="A,B", help="all but these checks")
+    add(
+        "--knob",
+        type=_knob,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a MaxText option to try; repeatable",
+    )
+    add(
+        "--routing-load", default="uniform", metavar="SPEC", help="of the payload, as bench_driver's (default: uniform)"
+    )
+    add("--routing-tolerance", type=_percent, default=0.01, metavar="P%", help="around the target (default: 1%%)")
+    add("--seed", type=int, default=0, help="of the micro-batches (default: 0)")
+    add("--list", action="store_true", help="say what each check does, and which faults --audit injects")
+    add("--audit", action="store_true", help="break the input of each check and see that it notices")
+    add("--compare", nargs=2, metavar=("A.npz", "B.npz"), help="two results of bench_driver --save-numerics")
+    add("--format", choices=("text", "json", "markdown"), default="text", help="of the report (default: text)")
+    add("--json", action="store_const", const="json", dest="format", help="short for --format json")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no check {unknown[0]!r}; known are {', '.join(NAMES)}")
+    return names
+
+
+def _knob(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"KEY=VALUE expected, got {text!r}")
+    return key, value
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.rstrip("%")) / 100
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a percentage expected, got {text!r}") from error
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"between 0% and 100%, got {text!r}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# The launch and the lab
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a launch says about its trainer."""
+
+    name: str
+    trainer: list[str]
+    orch: list[str]
+    env: Mapping[str, str]
+
+
+def read_launch(path: str | None) -> Launch:
+    """Return the trainer's and orchestrator's argv and the trainer's environment of a launch render.
+
+    Raises:
+      BenchError: unreadable, or no trainer or orchestrator in it.
+    """
+    if path is None:
+        return Launch("built-in tiny launch", shlex.split(TINY_TRAINER), shlex.split(TINY_ORCH), TINY_ENV)
+    shown = "<stdin>" if path == "-" else path
+    render = launch_render.read_render(read_text(path, launch_render.MAX_RENDER_BYTES), shown)
+    found = {client.role: client for document in render.documents for client in launch_render.clients(document)}
+    if "bench" in found:
+        bench = found["bench"]
+        return Launch(path, bench.carried_argv("TRAINER_ARGV"), bench.carried_argv("ORCH_ARGV"), bench.env)
+    for role in ("trainer", "orchestrator"):
+        if role not in found:
+            raise BenchError(f"no {role} in this render", where=shown, todo="give the launcher's whole DRY_RUN output")
+    argv = {role: [word.value for word in found[role].argv] for role in ("trainer", "orchestrator")}
+    return Launch(path, argv["trainer"], argv["orchestrator"], found["trainer"].env)
+
+
+@contextlib.contextmanager
+def jax_on_cpu() -> Iterator[None]:
+    """Set up JAX for this process: CPU, virtual devices, a compile cache that lasts as long as the check.
+
+    The cache makes programs that two settings share compile once. JAX reads all this when it is first imported, so
+    that in a process which has imported it before, its devices have to do.
+    """
+    # Whatever a launch exported, these checks are about a CPU.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes about shardings of shrunk shapes
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="check-numerics-") as folder:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ and "jax" not in sys.modules:
+            import jax
+
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        yield
+
+
+def make_lab(launch: Launch, options: argparse.Namespace) -> tuple[Any, set[str]]:
+    """Return the lab for a launch, and the keys of the installed MaxText.
+
+    Raises:
+      BenchError: MaxText is missing, or refuses the launch.
+    """
+    if not bench_runtime.installed("maxtext"):
+        raise BenchError("MaxText is not installed here", where="maxtext", todo="pip install 'rl-trainer-bench[cpu]'")
+    import numerics_lab
+
+    if not bench_runtime.has_tunix_experimental():
+        import tunix_standin
+
+        tunix_standin.install()
+    with contextlib.redirect_stdout(io.StringIO()):  # MaxText prints; stdout is for the report
+        known = bench_runtime.known_maxtext_keys()
+        said = (launch.trainer, launch.orch, launch.env)
+        own = bench_plan.plan_launch(*said, bench_plan.mesh_product(launch.trainer), routing_load=options.routing_load,
+                                     tolerance=options.routing_tolerance)  # fmt: skip
+        small = bench_plan.plan_launch(*said, numerics_lab.DEVICES, cpu_smoke=True, known_keys=known, drop_unknown=True)
+        return numerics_lab.Lab(small, own, options.seed), known
+
+
+# ---------------------------------------------------------------------------------------------
+# Running
+
+
+def all_checks(known: set[str], knobs: Mapping[str, str]) -> dict[str, Any]:
+    """Return every check by name, in order."""
+    import numerics_checks
+    import numerics_grpo
+    import numerics_knobs
+
+    found = [*numerics_checks.CHECKS, numerics_grpo.GRPO, numerics_knobs.make_check(knobs, known)]
+    by_name = {check.name: check for check in found}
+    return {name: by_name[name] for name in NAMES}
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Return the names of the checks to run, in order."""
+    return [name for name in NAMES if name in (options.only or NAMES) and name not in options.skip]
+
+
+def run_checks(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Run checks and return their findings as rows; progress goes to stderr."""
+    rows = []
+    for name in names:
+        complain("check_numerics_cpu", f"{name}: {checks[name].doc}")
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = checks[name].run(lab)
+        rows += [{"check": name, **dataclasses.asdict(finding)} for finding in found]
+    return rows
+
+
+def run_audit(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Run each check with each of its faults and return who noticed; the worst finding is quoted."""
+    rows = []
+    for name in names:
+        for fault, what in checks[name].faults.items():
+            complain("check_numerics_cpu", f"{name} with a fault: {what}")
+            noticed, how = False, "nothing"
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    wrong = [finding for finding in checks[name].run(lab, fault) if not finding.ok]
+                noticed = bool(wrong)
+                if wrong:
+                    how = f"{wrong[0].what}: {_number(wrong[0].value)} {wrong[0].unit}, limit {wrong[0].limit}"
+            except BenchError as error:
+                noticed, how = True, str(error)
+            rows.append({"check": name, "fault": fault, "done": what, "noticed": noticed, "by": how})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+def document(kind: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return the JSON document of a report."""
+    return {"schema": SCHEMA, "kind": kind, "verdict": verdict(kind, rows), **more, "rows": list(rows)}
+
+
+def verdict(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return `pass` or `differs`."""
+    if kind == "audit":
+        return "pass" if all(row["noticed"] for row in rows) else "differs"
+    return "differs" if any(row["status"] == "FAIL" for row in rows) else "pass"
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return a report as text, at most 80 columns but for names longer than that."""
+    lines = []
+    if report["kind"] == "audit":
+        lines = [f"{'noticed' if row['noticed'] else 'MISSED':<8}{row['check']}: {row['done']}\n        by {row['by']}"
+                 for row in report["rows"]]  # fmt: skip
+    else:
+        reasons: dict[str, int] = {}
+        for row in report["rows"]:
+            note = reasons.setdefault(row["why"], len(reasons) + 1)
+            number = f"{_number(row['value'])} {row['limit']} {row['unit']}".strip() if row["value"] is not None else ""
+            lines.append(f"{row['status']:<12}{row['check']}: {row['what']}\n{'':12}{number} [{note}]")
+        lines += [f"[{note}] {why}" for why, note in reasons.items()]
+    lines += report.get("table", [])
+    counts = [row for row in report["rows"] if row.get("status") == "known limit"]
+    limits = f"; {len(counts)} known limits of the installed MaxText" if counts else ""
+    return "\n".join([*lines, f"verdict: {report['verdict']} ({len(report['rows'])} rows{limits})"]) + "\n"
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    """Return a report as a Markdown table."""
+    if report["kind"] == "audit":
+        head, keys = "| check | fault | noticed | by |", ("check", "done", "noticed", "by")
+    else:
+        head, keys = "| status | check | finding | value | limit | unit | why |", ("status", "check", "what", "value",
+                                                                                    "limit", "unit", "why")  # fmt: skip
+    lines = [head, "|" + " --- |" * len(keys)]
+    for row in report["rows"]:
+        cells = [_number(row[key]) if key == "value" else str(row[key]).replace("|", "\\|") for key in keys]
+        lines.append("| " + " | ".join(cells) + " |")
+    table = ["", "```", *report["table"], "```"] if report.get("table") else []
+    return "\n".join([*lines, *table, "", f"Verdict: {report['verdict']}."]) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.6g}"
+
+
+WRITERS = {"text": as_text, "markdown": as_markdown, "json": dump_json}
+
+
+def _listing(checks: Mapping[str, Any]) -> str:
+    lines = []
+    for check in checks.values():
+        lines.append(f"{check.name}: {check.doc}")
+        lines += [f"    --audit: {what}" for what in check.faults.values()]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; see the module's docstring."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.compare and (options.audit or options.knob or options.launch_render):
+        parser.error("--compare goes with neither --audit, --knob nor --launch-render")
+    if not options.compare and not chosen(options):
+        parser.error("--only and --skip leave no check")
+    return run_tool("check_numerics_cpu", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.compare:
+        import numerics_compare
+
+        report = document("compare", numerics_compare.compare(*options.compare))
+    else:
+        with jax_on_cpu():
+            if options.list:
+                emit(_listing(all_checks(set(), {})))
+                return EXIT_OK
+            report = _check(options)
+    emit(WRITERS[options.format](report))
+    return EXIT_OK if report["verdict"] == "pass" else EXIT_DIFFERENT
+
+
+def _check(options: argparse.Namespace) -> dict[str, Any]:
+    launch = read_launch(options.launch_render)
+    lab, known = make_lab(launch, options)
+    checks, names = all_checks(known, dict(options.knob)), chosen(options)
+    common = {"launch": launch.name, "versions": bench_runtime.versions(),
+              "shrunk": [dataclasses.asdict(change) for change in lab.plan.shrunk]}  # fmt: skip
+    if options.audit:
+        return document("audit", run_audit(lab, checks, names), **common)
+    rows = run_checks(lab, checks, names)
+    extra = {"table": checks["knobs"].table, "knobs": checks["knobs"].rows} if "knobs" in names else {}
+    return document("checks", rows, **common, **extra)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
