@@ -60,6 +60,9 @@ class Recorder:
     """What a run leaves behind: weights, losses, gradient norms, metric writes in order, compiles."""
 
     def __init__(self, engine: Any):
+        import jax
+        from flax import nnx
+
         import bench_runtime
 
         engine._refresh_pure_state()
@@ -67,6 +70,8 @@ class Recorder:
         self.engine, self.writes, self.compiles = engine, [], bench_runtime.CompileLog()
         self._write, self._start = engine._metrics_logger.write_metrics, snapshot(engine)
         engine._metrics_logger.write_metrics = self._on_write
+        # Operation by operation, JAX chooses the layout of what an update returns, and sums follow the layout.
+        self._layout = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(engine.state))
         self.compiles.take()
 
     def _on_write(self, buffer: Any, **named: Any) -> None:
@@ -79,7 +84,7 @@ class Recorder:
 
         engine = self.engine
         engine._throttler.wait_for_all()
-        nnx.update(engine.state, jax.tree.map(_placed_like, nnx.state(engine.state), self._start))
+        nnx.update(engine.state, jax.tree.map(_placed, nnx.state(engine.state), self._start, self._layout))
         engine._refresh_pure_state()
         engine.train_step = 0
         engine.get_metrics()
@@ -112,11 +117,10 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _placed_like(now: Any, start: np.ndarray) -> Any:
+def _placed(now: Any, start: np.ndarray, layout: Any) -> Any:
     import jax
 
-    whole = jax.random.wrap_key_data(start) if _is_key(now) else start
-    return jax.device_put(whole, now.sharding)
+    return jax.device_put(jax.random.wrap_key_data(start) if _is_key(now) else start, layout)
 
 
 def train(recorder: Recorder, batches: list[Any], staged: str | None, fwd_bwd: Any = None) -> dict[str, Any]:
