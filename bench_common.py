@@ -19,6 +19,7 @@ from typing import Any
 EXIT_OK = 0  # fine, no difference, fits
 EXIT_DIFFERENT = 1  # the answer is "different", "does not fit", "out of tolerance"
 EXIT_CANNOT = 2  # could not do the job
+LONGEST_MESSAGE = 2000  # characters; what is wrong may quote somebody's 20 MB line
 
 
 class BenchError(Exception):
@@ -44,7 +45,9 @@ def run_tool(tool: str, body: Callable[[], int]) -> int:
 
 
 def complain(tool: str, message: str) -> None:
-    """Write one line `tool: message` to stderr; a closed stderr is nobody's problem."""
+    """Write one line `tool: message` to stderr, a long one without its middle; a closed stderr is nobody's problem."""
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} [...] {message[-LONGEST_MESSAGE // 4 :]}"
     try:
         print(f"{tool}: {message}", file=sys.stderr, flush=True)
     except (BrokenPipeError, ValueError):
@@ -54,11 +57,17 @@ def complain(tool: str, message: str) -> None:
 def emit(text: str) -> None:
     """Write data to stdout. When the reader has gone away, go on quietly: the verdict still counts.
 
+    Where the locale's encoding lacks a character, all goes on in UTF-8, which JSON and YAML are anyway.
+
     Raises:
       BenchError: stdout cannot be written for another reason, such as a full disk.
     """
     try:
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError:
+            sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # half a surrogate pair: `\\ud800`
+            sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit; give it somewhere harmless to write to.
@@ -124,7 +133,7 @@ def write_whole(path: str, data: str | bytes) -> None:
     Raises:
       BenchError: the file or its directory cannot be written; an existing file is left as it was.
     """
-    payload = data.encode() if isinstance(data, str) else data
+    payload = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe has no "beside"
             with open(path, "wb") as stream:

@@ -148,6 +148,8 @@ def read_rows(path: str) -> list[tuple[int, list[float]]]:
             items = json.loads(text)
         except json.JSONDecodeError as error:
             raise BenchError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}", todo="give a list") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise BenchError(f"not JSON to read: {error}", where=path, todo="give a list of numbers") from error
         items = items.get("per_layer") if isinstance(items, dict) else items
         if not isinstance(items, list):
             raise BenchError("not a JSON list", where=path, todo="give a list of numbers")
@@ -165,10 +167,11 @@ def number(text: Any, where: str) -> float:
     """Return a finite number, or raise a BenchError that names the place."""
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if isinstance(text, bool) or not math.isfinite(value):
-        raise BenchError(f"{text!r} is not a number", where=where, todo="give finite numbers")
+        shown = repr(text) if len(repr(text)) <= 40 else repr(text)[:37] + "..."
+        raise BenchError(f"{shown} is not a number", where=where, todo="give finite numbers")
     return value
 
 

@@ -322,7 +322,7 @@ def _one_block(values: dict[str, str], source: str) -> ConfigLog:
 def _json_values(data: bytes, source: str) -> dict[str, str] | None:
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # a log that happens to start with a brace
     config = document.get("config") if isinstance(document, dict) else None
     if not isinstance(config, dict) or not config:

@@ -142,7 +142,7 @@ def _object_lines(lines: list[str], first_line: int, source: str, notes: list[st
 
 def _short(line: str) -> str:
     """Return a line of the input for a message: cut, and with the values of secrets masked."""
-    masked = re.sub(r"([\w.-]+)([=:]\s*)(\S+)", lambda m: m[1] + m[2] + mask(m[1], m[3]), line.strip())
+    masked = re.sub(r"(?<![\w.-])([\w.-]+)([=:]\s*)(\S+)", lambda m: m[1] + m[2] + mask(m[1], m[3]), line.strip())
     return masked if len(masked) <= 72 else masked[:69] + "..."
 
 
@@ -405,8 +405,10 @@ def _sources(name: str, text: str, where: str) -> Iterator[tuple[str, str]]:
     import bz2
 
     try:
-        files = json.loads(bz2.decompress(base64.b64decode(text)))
-    except (ValueError, OSError) as error:
+        files = dict(json.loads(bz2.decompress(base64.b64decode(text))))
+        if not all(isinstance(content, str) for content in files.values()):
+            raise ValueError("a file that is no text")
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise BenchError(f"{name} of the client cannot be unpacked", where=where, todo="was it edited?") from error
     yield from files.items()
 

@@ -21,6 +21,12 @@ def test_error_is_one_line_with_place_and_remedy(capsys):
     assert capsys.readouterr().err == "tool: file.yaml:7: what is wrong; do this\n"
 
 
+def test_a_long_message_keeps_its_ends(capsys):
+    assert common.run_tool("tool", lambda: (_ for _ in ()).throw(BenchError("begin" + "x" * 9999 + "end"))) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("tool: beginx") and line.endswith("xend\n") and 1000 < len(line) < 2000
+
+
 def test_other_exceptions_are_our_defects():
     with pytest.raises(ZeroDivisionError):
         common.run_tool("tool", lambda: 1 // 0)
@@ -53,6 +59,21 @@ def test_limit(tmp_path):
 def test_stdin_and_line_ends(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfa\r\nb\r\n")))
     assert common.read_text("-") == "a\nb\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_stdout_cannot_encode_is_escaped(monkeypatch, encoding):
+    """A locale that is not UTF-8, or half of a surrogate pair out of somebody's JSON."""
+    kept = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(kept, encoding=encoding))
+    document = {"a": "\u2026 \u00e9 \ud800"}
+    common.emit(common.dump_json(document))
+    assert json.loads(kept.getvalue().decode()) == document
+
+
+def test_a_file_takes_any_text(tmp_path):
+    common.write_whole(str(tmp_path / "out"), common.dump_json(["\ud800"]))
+    assert json.loads((tmp_path / "out").read_text()) == ["\ud800"]
 
 
 def test_files_are_whole_or_untouched(tmp_path):

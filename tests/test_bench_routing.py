@@ -335,6 +335,10 @@ def test_ratios_without_a_file():
     [
         ("a.json", "[1.1, 1.2", "a.json:1: not JSON"),
         ("a.json", "[1.1, true, 1.2]", "a.json:2: True is not a number"),
+        ("a.json", "[" * 100_000, "a.json: not JSON to read"),
+        ("a.json", "[" + "9" * 5000 + "]", "a.json: not JSON to read"),
+        ("a.json", "[" + "9" * 4000 + "]", "a.json:1: 9999"),
+        ("a.txt", "1.1\n" + "x" * 100_000, "a.txt:2: 'xxxx"),
         ("a.json", '{"layers": 3}', "not a JSON list"),
         ("a.json", "[1.1]", "1 ratios for 3 layers"),
         ("a.csv", "1.1\n1.2\nnan\n", "a.csv:3: 'nan' is not a number"),

@@ -72,6 +72,13 @@ def test_a_secret_in_a_log_line_is_masked():
     assert "hf_abc" not in render.notes[0] and "xyz" not in render.notes[0] and "***" in render.notes[0]
 
 
+@pytest.mark.parametrize("line", ["x" * 10**6, "HF_TOKEN=" + "x" * 10**6, "a=" * 10**5])
+def test_a_long_log_line_costs_what_its_length_costs(line):
+    """Without `---` and `apiVersion:` it is only shown, cut short; the time limit of test_robustness is 20 s."""
+    render = lr.read_render(f"{line}\n---\n" + OBJECT.format("a"), "s")
+    assert len(render.notes[0]) < 150
+
+
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
@@ -289,8 +296,11 @@ def test_a_bench_is_read_back_with_its_sources_and_argv():
     assert got.carried_argv("ORCH_ARGV") == [] and got.flags == {"--steps": "3"}
 
 
-def test_a_packed_source_that_was_edited_is_refused():
-    text = "base64 -d > \"$BENCH_DIR/modules.json.bz2\" <<'BENCH_DRIVER_EOF'\nAAAA\nBENCH_DRIVER_EOF\n" + script(RUN)
+@pytest.mark.parametrize("packed", [b"AAAA", *(base64.b64encode(bz2.compress(json)) for json in
+                                    (b"x", b"[1]", b"3", b'{"a.py": 1}', b"[" * 100_000))])  # fmt: skip
+def test_a_packed_source_that_was_edited_is_refused(packed):
+    text = f"base64 -d > \"$BENCH_DIR/modules.json.bz2\" <<'BENCH_DRIVER_EOF'\n{packed.decode()}\nBENCH_DRIVER_EOF\n"
+    text += script(RUN)
     with pytest.raises(BenchError, match="modules.json.bz2 of the client cannot be unpacked"):
         lr.parse_client({}, (), text, "f:1")
 
