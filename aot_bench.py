@@ -14,7 +14,8 @@ Output, GiB per JAX device (a v7x chip is two), and as JSON with --json (schema 
 Progress goes to stderr. Each compile has a process of its own; nothing is cached, uploaded or run.
 
 Exit status: 0 fits (with --lower-only or --kernels: nothing that was looked at speaks against it); 1 does not fit,
-also when the compiler says so; 2 not known: bad input, a flag libtpu refuses, a compile that failed or took too long.
+also when the compiler says so; 2 not known: bad input, a flag libtpu refuses, a compile that failed or took too
+long; 130 interrupted.
 
 Examples:
   # does the launch fit?
@@ -234,8 +235,6 @@ def collect(
 
 def kernels_of(outcome: Any, told: Mapping[str, Any]) -> list[Kernel]:
     """Return the kernels of one child: one compiled, out of memory or failed; or all that it lowered."""
-    import aot_buffers
-
     lowered, result = outcome.event("lowered").get("kernels", {}), outcome.result
     if result is not None and result["status"] == "lowered":
         return [Kernel(name, "lowered", argument_bytes=one["argument_bytes"], extra=_extra(one))
@@ -246,13 +245,21 @@ def kernels_of(outcome: Any, told: Mapping[str, Any]) -> list[Kernel]:
         kernel.shortages = find_shortages(text)
         kernel.status = "out of memory" if kernel.shortages or "RESOURCE_EXHAUSTED" in text else "failed"
         kernel.error = " ".join(text.split())[:600]
+        kernel.buffers = with_savings(result or {}, told) if kernel.shortages else []
         return [kernel]
     kernel.compile_seconds = result["seconds"]
     take_statistics(kernel, result["statistics"])
     kernel.flops, kernel.bytes_accessed = result["flops"], result["bytes_accessed"]
-    facts = buffer_facts(told)
-    kernel.buffers = [{**buffer, "savings": aot_buffers.savings(buffer, facts)} for buffer in result["buffers"]]
+    kernel.buffers = with_savings(result, told)
     return [kernel]
+
+
+def with_savings(result: Mapping[str, Any], told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a child's largest buffers, each with what a change would save of it."""
+    import aot_buffers
+
+    facts = buffer_facts(told)
+    return [{**buffer, "savings": aot_buffers.savings(buffer, facts)} for buffer in result.get("buffers") or ()]
 
 
 def _extra(lowered: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,6 +273,7 @@ def buffer_facts(told: Mapping[str, Any]) -> dict[str, Any]:
     context = mesh.get("context", 1)
     rows = batch.get("rows", 0) // max(1, mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1))
     return {"rows_per_device": rows or None, "width_per_device": batch.get("row_width", 0) // context or None,
+            "scored_per_device": batch.get("completion_length", 0) // context or None,
             "chunk_size": batch.get("chunk_size") or None, "layers": config.get("num_decoder_layers"),
             "vocab": config.get("vocab_size")}  # fmt: skip
 
@@ -278,6 +286,11 @@ def notes_of(told: Mapping[str, Any]) -> list[str]:
                      "not read it; use LIBTPU_INIT_ARGS")  # fmt: skip
     if config.get("optimizer_memory_host_offload") and not resident.get("on_host_bytes"):
         lines.append("optimizer_memory_host_offload has no effect in this MaxText's engine: the state counts as HBM")
+    loss = told.get("loss") or {}
+    if loss.get("reference_logps"):
+        lines.append("reference log-probs are in the micro-batch; the reference model has a worker of its own")
+    if loss.get("separate_logps_pass"):
+        lines.append("the trainer also scores each micro-batch in a program of its own, which is not compiled here")
     if told.get("runtime") == "standin":
         lines.append("loss and payload are tunix_standin's: the installed Tunix has no tunix.experimental")
     return lines
@@ -388,7 +401,11 @@ def exit_code(doc: Mapping[str, Any], whole: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; see the module's docstring."""
     options = build_parser().parse_args(_join_dashes(sys.argv[1:] if argv is None else argv))
-    return run_tool(TOOL, lambda: _run(options))
+    try:
+        return run_tool(TOOL, lambda: _run(options))
+    except KeyboardInterrupt:  # the children are gone by then
+        complain(TOOL, "interrupted")
+        return 130
 
 
 if __name__ == "__main__":

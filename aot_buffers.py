@@ -15,6 +15,7 @@ from typing import Any
 
 from aot_memory import gib
 
+CHUNK = 512  # --compute_logps_chunk_size of Tunix's own recipes, suggested where a launch has none
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):$", re.MULTILINE)
 _LIVE = re.compile(r"^\s+(\S+?)\{([\d,]*)\}: (\d+) bytes \(cumulative", re.MULTILINE)
 # ` value: <31 copy.16 @1> (size=4194304,offset=0): f32[512,2048]{1,0:T(8,128)S(1)}`
@@ -60,6 +61,15 @@ def peak_buffers(dump_dir: str, hlo_text: str, limit: int = 10) -> list[dict[str
 
 def _newest(dump_dir: str, report: str) -> str:
     paths = glob.glob(os.path.join(glob.escape(dump_dir), f"*after_optimizations-{report}.txt"))
+    if not paths:
+        return ""
+    with open(max(paths, key=os.path.getmtime), encoding="utf-8", errors="replace") as stream:
+        return stream.read()
+
+
+def dumped_hlo(dump_dir: str) -> str:
+    """Return the optimized HLO text that libtpu wrote beside its reports, also of a module that did not fit."""
+    paths = glob.glob(os.path.join(glob.escape(dump_dir), "*.after_optimizations.txt"))
     if not paths:
         return ""
     with open(max(paths, key=os.path.getmtime), encoding="utf-8", errors="replace") as stream:
@@ -142,7 +152,8 @@ def savings(buffer: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
 
     Args:
       buffer: one of peak_buffers.
-      facts: rows_per_device, width_per_device, chunk_size, layers and vocab of the program; None where unknown.
+      facts: rows_per_device, width_per_device, scored_per_device (tokens), chunk_size, layers and vocab of the
+        program; None where unknown.
     """
     lines, dims, size = [], buffer["dims"], buffer["bytes"]
     path = buffer.get("op_name") or ""
@@ -152,17 +163,13 @@ def savings(buffer: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     if buffer["kind"] == "temporary" and rows and rows > 1 and rows % 2 == 0 and rows in dims[:2]:
         lines.append(f"saves {gib(size // 2)}, half: half the rows per micro-batch")
     chunk = facts.get("chunk_size")
-    vocab = facts.get("vocab") or 0
-    logits = any(chunk and dim > chunk and vocab % dim == 0 and dim * 64 >= vocab for dim in dims)  # sharded or whole
-    if buffer["kind"] == "temporary" and chunk in dims and logits:
+    vocab, scored = facts.get("vocab") or 0, facts.get("scored_per_device") or 0
+    logits = any(dim > 128 and vocab % dim == 0 and dim * 64 >= vocab for dim in dims)  # sharded or whole
+    if buffer["kind"] == "temporary" and logits and chunk in dims:
         lines.append(f"saves {gib(size // 2)}, half: --compute_logps_chunk_size={max(1, chunk // 2)}")
-    stacked = facts.get("layers")
-    if (
-        buffer["kind"] == "temporary"
-        and stacked
-        and stacked > 1
-        and dims[:1] == [stacked]
-        and facts.get("width_per_device") in dims
-    ):
+    if buffer["kind"] == "temporary" and logits and not chunk and scored > CHUNK and scored in dims:
+        lines.append(f"saves {gib(size - size * CHUNK // scored)}: --compute_logps_chunk_size={CHUNK}")
+    layers, width = facts.get("layers") or 0, facts.get("width_per_device")
+    if buffer["kind"] == "temporary" and layers > 1 and dims[:1] == [layers] and width in dims:
         lines.append(f"saves {gib(size)}: a remat_policy that offloads or recomputes it")
     return lines

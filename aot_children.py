@@ -154,8 +154,8 @@ def run(
                 os.makedirs(place, exist_ok=True)
                 job = {**jobs[name], "dump_dir": os.path.join(place, "dump")}
                 alive.append(_Child(name, job, {**env, "TPU_LOG_DIR": place}, place, inbox, program))
-            for child in alive:
-                if child.phase == "lowered" and sum(c.phase == "compiling" for c in alive) < at_a_time:
+            for child in [child for child in alive if child.phase != "ending"][:at_a_time]:  # cheapest first
+                if child.phase == "lowered":
                     child.go()
                     say(f"{child.outcome.name}: compiling")
             _one_event(inbox, alive, outcomes, timeout_seconds, say)
@@ -176,8 +176,8 @@ def _one_event(inbox: queue.Queue, alive: list[_Child], outcomes: list[Outcome],
             if timeout is not None and child.phase != "lowered" and child.seconds() >= timeout:
                 child.outcome.error = f"{child.phase} took longer than --timeout {timeout:g} s"
                 child.kill()
-            elif child.phase == "compiling":
-                say(f"{child.outcome.name}: compiling, {child.seconds():.0f} s{_memory(child.process.pid)}")
+            elif child.phase not in ("lowered", "ending"):
+                say(f"{child.outcome.name}: {child.phase}, {child.seconds():.0f} s{_memory(child.process.pid)}")
         return
     name = child.outcome.name
     if event is None:
@@ -207,7 +207,9 @@ def _estimate(event: Mapping[str, Any], name: str) -> str:
     if not operations or name == "update":
         return ""
     low, high = (operations / 1000 * seconds for seconds in SECONDS_PER_1000)
-    return f"; {operations} operations, between {low / 60:.0f} and {high / 60:.0f} min to compile on 2 cores"
+    return (
+        f"; {operations} operations, some {max(1, low / 60):.0f} to {max(2, high / 60):.0f} min to compile on 2 cores"
+    )
 
 
 def _memory(pid: int) -> str:

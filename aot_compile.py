@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from aot_memory import KERNELS
 from bench_common import BenchError
 
 AOT_KEYS = (  # nothing is loaded, saved, logged or cached by a compile
@@ -144,7 +145,7 @@ def build(job: Mapping[str, Any]) -> Built:
     plan = plan_launch(
         job["trainer_argv"], job["orch_argv"], job["env"], len(devices), routing_load=job["routing_load"],
         known_keys=bench_runtime.known_maxtext_keys(), drop_unknown=job["drop_unknown"],
-        payload_fields=bench_runtime.payload_fields(), pad_id=bench_runtime.pad_id(job["trainer_argv"], False),
+        payload_fields=bench_runtime.payload_fields(),  # pad_id stays 0: a constant, and no tokenizer to fetch
     )  # fmt: skip
     ours = [("compile_topology", job["topology"]), *AOT_KEYS]
     plan.job.settings += [Setting(key, value, "aot_bench") for key, value in ours]
@@ -215,6 +216,9 @@ def lower(engine: Any, payload: Any, names: Sequence[str]) -> tuple[dict[str, An
     import jax.numpy as jnp
     from maxtext.training_engine import maxtext_engine
 
+    if set(maxtext_engine.KERNEL_NAMES) != set(KERNELS):
+        raise BenchError(f"this MaxText's engine has the kernels {', '.join(maxtext_engine.KERNEL_NAMES)}",
+                         where="MaxText", todo=f"aot_bench knows {', '.join(KERNELS)}: use maxtext 0.2.5")  # fmt: skip
     dynamic, static = maxtext_engine._split_static_and_dynamic(engine._prepare_batch(payload))
     engine._compile_for_batch(dynamic, static)
     aval = maxtext_engine._to_aval
@@ -315,16 +319,30 @@ def describe_lowered(built: Built, lowered: Mapping[str, Any], arguments: Argume
             "argument_bytes": sum(bytes_per_device(tree) for tree in arguments.of(name).values()),
             "lowered_operations": text.count(" = "), "routing": check_routing(name, text, built.plan.spec),
         }  # fmt: skip
-    batch, trainer = built.plan.batch, built.plan.job.trainer
+    batch, trainer, orch = built.plan.batch, built.plan.job.trainer, built.plan.job.orch
     return {
         "event": "lowered", "seconds": seconds, "kernels": kernels, "resident": state_bytes(arguments),
         "mesh": {axis: size for axis, size in built.engine._mesh.shape.items() if size > 1},
         "config": bench_report.config_document(built.config), "versions": bench_runtime.versions(),
         "runtime": "tunix" if bench_runtime.has_tunix_experimental() else "standin",
         "not_the_same_program": built.plan.job.not_the_same_program,
-        "batch": {"rows": batch.rows, "row_width": batch.row_width, "packed": batch.packed,
-                  "chunk_size": trainer.compute_logps_chunk_size},
+        "loss": {"reference_logps": built.plan.spec.with_ref_logps, "separate_logps_pass": needs_logps_pass(orch)},
+        "batch": {
+            "rows": batch.rows, "row_width": batch.row_width, "packed": batch.packed,
+            "completion_length": batch.row_width if batch.packed else batch.completion_length,
+            "chunk_size": trainer.compute_logps_chunk_size,
+        },
     }  # fmt: skip
+
+
+def needs_logps_pass(orch: Any) -> bool:
+    """Return whether the orchestrator has the trainer score each micro-batch in a pass of its own before it trains.
+
+    Tunix fuses that into the loss unless it must log the agreement, or takes several steps over one batch
+    (can_fuse_agreement_in_loss of its orchestrator).
+    """
+    several = orch.num_iterations > 1 or (orch.mini_batch_size or orch.batch_size) < orch.batch_size
+    return orch.use_rollout_logps and (orch.log_sampler_trainer_agreement or several)
 
 
 def compile_kernel(engine: Any, lowered: Any, options: Mapping[str, str], dump_dir: str, hlo_file: str | None) -> dict:
@@ -395,6 +413,8 @@ def check_flags(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def serve(job: Mapping[str, Any], say: Any, wait: Any) -> None:
     """Do one job; `say` sends an event, `wait` blocks until the parent wants the compile."""
+    import aot_buffers
+
     if job["do"] == "flags":
         say(check_flags(job))
         return
@@ -407,7 +427,12 @@ def serve(job: Mapping[str, Any], say: Any, wait: Any) -> None:
         say({"event": "result", "status": "lowered"})
     elif wait():
         (name,) = job["kernels"]
-        result = compile_kernel(built.engine, lowered[name], job["options"], job["dump_dir"], job["hlo_file"])
+        try:
+            result = compile_kernel(built.engine, lowered[name], job["options"], job["dump_dir"], job["hlo_file"])
+        except Exception as error:  # the compiler's words; its memory reports are there when memory was what lacked
+            text = f"{type(error).__name__}: {error}"[:20000]
+            result = {"event": "result", "status": "error", "error": text, "buffers": aot_buffers.peak_buffers(
+                job["dump_dir"], aot_buffers.dumped_hlo(job["dump_dir"]))}  # fmt: skip
         specs = shardings_by_name(arguments.of(name))
         for buffer in result["buffers"]:
             buffer["sharding"] = specs.get(buffer["op_name"])

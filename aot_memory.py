@@ -306,6 +306,9 @@ def _total(kernel: Kernel, beside: list[Beside], limit: int | None) -> Total:
     own = kernel.peak_bytes
     if own is None and kernel.status == "lowered" and kernel.argument_bytes is not None:
         own = kernel.argument_bytes  # a lower bound: outputs and temporaries are known only after a compile
+    if own is None and kernel.status == "out of memory":
+        own = wanted_bytes(kernel)
+        beside = []
     total = None if own is None else own + (kernel.code_bytes or 0) + sum(item.bytes for item in beside)
     headroom = None if total is None or limit is None else limit - total
     fits = None if headroom is None else headroom >= 0
@@ -314,6 +317,14 @@ def _total(kernel: Kernel, beside: list[Beside], limit: int | None) -> Total:
     if kernel.status == "out of memory":
         fits = False
     return Total(kernel, beside, total, headroom, fits)
+
+
+def wanted_bytes(kernel: Kernel) -> int | None:
+    """Return how much HBM the compiler said a kernel wants, a lower bound of what it needs; None where it did not."""
+    told = [
+        one.needed_bytes for one in kernel.shortages if one.when == "compile" and one.space in ("HBM", "SparseCore")
+    ]
+    return max((needed for needed in told if needed is not None), default=None)
 
 
 def _reasons(total: Total, limit: int | None) -> list[str]:
@@ -328,7 +339,7 @@ def _reasons(total: Total, limit: int | None) -> list[str]:
         lines.append(f"{kernel.name}: out of memory: {kernel.error}")
     if kernel.status == "failed":
         lines.append(f"{kernel.name}: not known, {kernel.error}")
-    if total.fits is False and total.headroom_bytes is not None and total.headroom_bytes < 0:
+    if total.fits is False and not kernel.shortages and total.headroom_bytes is not None and total.headroom_bytes < 0:
         lines.append(f"{kernel.name}: {gib(total.total_bytes)} needed, {gib(limit)} usable, "
                      f"{gib(-total.headroom_bytes)} too much")  # fmt: skip
     formula = kernel.formula_bytes

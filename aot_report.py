@@ -139,7 +139,8 @@ def _under_table(doc: Mapping[str, Any]) -> list[str]:
         if kernel["status"] == "lowered":
             lines.append(f"{kernel['name']}: lowered only; total is its arguments and what stays beside: a lower bound")
         elif kernel["status"] != "compiled":
-            lines.append(f"{kernel['name']}: {kernel['status']}")
+            told = "; total is what the compiler asked for" if kernel["total_bytes"] is not None else ""
+            lines.append(f"{kernel['name']}: {kernel['status']}{told}")
         if kernel["compile_seconds"] is not None:
             lines.append(f"{kernel['name']}: compiled in {kernel['compile_seconds']:.1f} s")
         if kernel.get("routing"):
@@ -154,7 +155,7 @@ def _resident_lines(doc: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"resident: train state {gib(held['train_state_bytes'])} (parameters {gib(held['parameters_bytes'])}, "
             f"optimizer {gib(held['optimizer_bytes'])}), accumulated gradients {gib(held['gradients_bytes'])}, "
-            f"one micro-batch {gib(held['micro_batch_bytes'])}"
+            f"one micro-batch {gib(held['micro_batch_bytes'])}{_fields(held)}"
         )
     for kernel in doc["kernels"]:
         if kernel["beside"]:
@@ -164,10 +165,18 @@ def _resident_lines(doc: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _fields(held: Mapping[str, Any]) -> str:
+    """Return the two largest fields of a micro-batch and its reference log-probs, where it has them."""
+    fields = {name: count for name, count in (held.get("micro_batch_fields_bytes") or {}).items() if count}
+    largest = sorted(fields, key=lambda name: (-fields[name], name))[:2]
+    shown = [*largest, *(name for name in fields if name.startswith("ref_") and name not in largest)]
+    return f" ({', '.join(f'{name} {gib(fields[name])}' for name in shown)})" if shown else ""
+
+
 def _capacity_lines(doc: Mapping[str, Any]) -> list[str]:
     if doc["capacity_bytes"] is None:
         return ["usable HBM: not known; give --cap-gib"]
-    per_chip = f", {doc['devices_per_chip']} devices per chip" if doc["devices_per_chip"] else ""
+    per_chip = f", {doc['devices_per_chip']} devices per chip" if (doc["devices_per_chip"] or 1) > 1 else ""
     why = f" ({doc['capacity_source']})" if doc["capacity_source"] else ""
     reserve = f", {gib(doc['reserve_bytes'])} kept in reserve" if doc["reserve_bytes"] else ""
     return [f"usable HBM per JAX device: {gib(doc['capacity_bytes'])}{per_chip}{why}{reserve}"]
@@ -213,6 +222,9 @@ def _cost_lines(doc: Mapping[str, Any]) -> list[str]:
 
 
 def _verdict_line(doc: Mapping[str, Any]) -> str:
+    short = [f"{kernel['name']} runs out of {one['space']}" for kernel in doc["kernels"] for one in kernel["shortages"]]
+    if short:
+        return f"{doc['verdict']}: {', '.join(dict.fromkeys(short))}"
     if doc["peak_bytes"] is None:
         return doc["verdict"]
     head = doc["headroom_bytes"]

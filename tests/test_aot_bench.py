@@ -27,6 +27,7 @@ import aot_launch
 import aot_memory
 import aot_report
 from aot_memory import GIB, Beside, Kernel
+from bench_common import BenchError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data" / "aot"
@@ -266,6 +267,20 @@ def test_a_state_larger_than_the_arguments_stays_beside_the_forwards(run, tmp_pa
     assert beside["fwd_bwd"] == [{"name": "optimizer state", "bytes": 7 * GIB, "at_least": True}]
     assert beside["fwd_bwd_accum"][0]["bytes"] == 8 * GIB
     assert beside["update"] == []
+
+
+def test_a_real_log_of_maxtexts_own_compile(run):
+    """Sums by hand from its fields: argument + output - alias + temp; the state is 130,077,696 bytes in place, and each
+    forward takes 32,535,040 of it as arguments."""
+    code, out, err = run("--summarize", str(DATA / "maxtext_engine_compile.log"), "--json")
+    doc = json.loads(out)
+    assert (code, err, doc["topology"], doc["capacity_bytes"]) == (0, "", "v5e-4", round(15.75 * GIB))
+    peaks = {k["name"]: k["peak_bytes"] for k in doc["kernels"]}
+    assert peaks == {"fwd_bwd": 171277824, "fwd_bwd_accum": 172670464, "update": 198734336}
+    beside = {k["name"]: sum(one["bytes"] for one in k["beside"]) for k in doc["kernels"]}
+    assert beside == {"fwd_bwd": 97542656, "fwd_bwd_accum": 97542656, "update": 0}
+    assert doc["peak_kernel"] == "fwd_bwd_accum" and doc["peak_bytes"] == 172670464 + 20612096 + 97542656
+    assert doc["kernels"][0]["flops"] == 165213683712.0 and doc["fits"] is True
 
 
 def test_old_statistics_and_a_fused_step(run, tmp_path):
@@ -750,3 +765,371 @@ def test_a_misspelt_flag_is_one_line(monkeypatch, run):
         "--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--libtpu", "--xla_tpu_no_such_flag=1"
     )
     assert code == 2 and out == "" and "Unknown command line flag 'xla_tpu_no_such_flag'" in err.splitlines()[-1]
+
+
+def test_a_router_that_still_decides_is_refused():
+    import argparse
+
+    import aot_compile
+
+    routed, plain = argparse.Namespace(num_experts=8), argparse.Namespace(num_experts=0)
+    assert "no top-k is left" in aot_compile.check_routing("fwd_bwd", "stablehlo.dot_general", routed)
+    assert aot_compile.check_routing("update", "chlo.top_k", routed) is None
+    assert aot_compile.check_routing("fwd_bwd", "chlo.top_k", plain) is None
+    with pytest.raises(BenchError, match="2 top-k operations left"):
+        aot_compile.check_routing("fwd_bwd", "chlo.top_k chlo.top_k", routed)
+
+
+@pytest.mark.parametrize(
+    ("orch", "expected"),
+    [(ORCH, False), (ORCH + " --no-use_rollout_logps --num_iterations=2", False), (ORCH + " --num_iterations=2", True),
+     (ORCH + " --mini_batch_size=2", True), (ORCH + " --log_sampler_trainer_agreement", True)],
+)  # fmt: skip
+def test_when_the_trainer_scores_in_a_pass_of_its_own(orch, expected):
+    import aot_compile
+    import bench_config
+
+    assert aot_compile.needs_logps_pass(bench_config.parse_orch_argv(orch.split())) is expected
+
+
+# --- what real children said, replayed ---------------------------------------------------------------------
+
+
+def replay(monkeypatch, folder: str, *argv: str) -> None:
+    """Answer every child's job with the events that a real run's children wrote."""
+
+    def fake_run(jobs, env, work_dir, **options):
+        outcomes = []
+        for name, job in jobs.items():
+            outcome = aot_children.Outcome(name)
+            if job["do"] == "flags":
+                outcome.result = {"event": "result", "status": "flags", "rejected": []}
+            else:
+                lines = (DATA / folder / f"{name}.events.jsonl").read_text().splitlines()
+                outcome.events = [json.loads(line) for line in lines]
+                last = outcome.events[-1]
+                outcome.result = last if last["event"] == "result" else None
+                outcome.error = None if outcome.result else "the compiler was ended by SIGKILL while compiling"
+            outcomes.append(outcome)
+        return outcomes
+
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    monkeypatch.setattr(aot_children, "run", fake_run)
+
+
+DENSE = ("--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpuv5e:2x2")
+
+
+def test_a_dense_compile_for_v5e(run, monkeypatch):
+    """Parameters by hand, bfloat16 over 4 devices: 2 layers of Qwen3-0.6B and a tied table of 32,768 x 1,024.
+
+    Layer: q 1024x16x128, k and v 1024x8x128 each, o 16x128x1024, two norms of 1024, q and k norms of 128, and
+    3 x 1024x3072; then the final norm of 1024.
+    """
+    layer = 1024 * 128 * (16 + 8 + 8 + 16) + 2 * 1024 + 2 * 128 + 3 * 1024 * 3072
+    count = 2 * layer + 1024 + 32768 * 1024
+    replay(monkeypatch, "dense_v5e")
+    code, out, err = run(*DENSE, "--json")
+    doc = json.loads(out)
+    held = doc["resident"]
+    assert code == 0 and doc["fits"] is True and err == ""
+    assert held["parameter_count"] == count
+    assert held["parameters_bytes"] == pytest.approx(count * 2 / 4, rel=1e-3)  # the norms are whole on each device
+    assert held["gradients_bytes"] == 2 * held["parameters_bytes"]  # float32
+    assert held["optimizer_bytes"] == pytest.approx(6 * held["parameters_bytes"], rel=1e-4)  # master, mu, nu in float32
+    update = doc["kernels"][0]
+    # State and gradients go in, the state comes out in place; the device pads a little.
+    assert update["argument_bytes"] == pytest.approx(held["train_state_bytes"] + held["gradients_bytes"], rel=0.01)
+    assert update["alias_bytes"] == pytest.approx(held["train_state_bytes"], rel=0.01)
+    assert [k["name"] for k in doc["kernels"]] == ["update", "fwd_bwd", "fwd_bwd_accum"]
+    assert all(
+        k["total_bytes"] == k["peak_bytes"] + k["code_bytes"] + sum(b["bytes"] for b in k["beside"])
+        for k in doc["kernels"]
+    )
+    assert doc["capacity_bytes"] == round(15.75 * GIB) and doc["devices"] == 4 and doc["devices_per_chip"] == 1
+    assert {"config", "flags", "versions", "resident", "capacity_bytes", "peak_bytes"} <= set(doc)
+
+
+def test_the_text_of_a_compile_is_narrow_and_the_same_every_time(run, monkeypatch):
+    replay(monkeypatch, "dense_v5e")
+    first, second = run(*DENSE)[1], run(*DENSE)[1]
+    assert first == second and max(map(len, first.splitlines())) <= 80
+    assert "accumulated_grads.base.token_embedder.embedding" in first and "P(None, 'fsdp')" in first
+    assert "loss and payload are tunix_standin's" in " ".join(first.split())
+
+
+def test_moe_with_forced_routing_for_v7x(run, monkeypatch):
+    """[8 rows, 1024 tokens, 1 layer, 2 experts] of int16, 8 rows over 8 devices: 4 KiB each."""
+    replay(monkeypatch, "moe_tpu7x")
+    code, out, _ = run(
+        "--trainer-argv",
+        TRAINER + " --mesh_fsdp=8 --train_micro_batch_size=8",
+        "--orch-argv",
+        ORCH,
+        "--slice",
+        "tpu7x:2x2x1",
+        "--kernels",
+        "update,fwd_bwd",
+        "--json",
+    )
+    doc = json.loads(out)
+    assert code == 0 and doc["fits"] is None and doc["verdict"] == "not known"  # the third kernel was only lowered
+    assert doc["resident"]["micro_batch_fields_bytes"]["routed_experts"] == 1024 * 2 * 2
+    assert [k["status"] for k in doc["kernels"]] == ["compiled", "compiled", "lowered"]
+    assert all("no top-k is left" in k["routing"] for k in doc["kernels"][1:])
+    assert doc["devices_per_chip"] == 2
+
+
+def test_an_out_of_memory_compile_says_what_and_how_much(run, monkeypatch):
+    """16 rows per device x 32,640 completion tokens x 32,768 of vocabulary: 63.75 GiB in float32, half in bfloat16."""
+    replay(monkeypatch, "oom_v5e")
+    code, out, _ = run(*DENSE, "--kernels", "fwd_bwd", "--json")
+    doc = json.loads(out)
+    kernel = next(k for k in doc["kernels"] if k["name"] == "fwd_bwd")
+    (short,) = kernel["shortages"]
+    assert (code, doc["fits"], kernel["status"], short["space"], short["what"]) == (
+        1,
+        False,
+        "out of memory",
+        "HBM",
+        "HLO temporaries",
+    )
+    assert short["needed_bytes"] > 90 * GIB and short["available_bytes"] == round(15.75 * GIB)
+    assert doc["peak_kernel"] == "fwd_bwd" and doc["peak_bytes"] == short["needed_bytes"]
+    logits = kernel["largest_buffers"][0]
+    assert (logits["bytes"], logits["dims"]) == (16 * 32640 * 32768 * 4, [16, 32640, 32768])
+    assert f"saves {62.75:.2f} GiB: --compute_logps_chunk_size=512" in logits["savings"]  # 63.75 x (1 - 512/32640)
+    text = run(*DENSE, "--kernels", "fwd_bwd")[1]
+    assert "verdict: does not fit: fwd_bwd runs out of HBM" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_killed_kernel_leaves_the_others(run, monkeypatch, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for name in ("update", "fwd_bwd", "fwd_bwd_accum"):
+        lines = (DATA / "dense_v5e" / f"{name}.events.jsonl").read_text().splitlines()
+        (folder / f"{name}.events.jsonl").write_text("\n".join(lines[:-1] if name == "fwd_bwd" else lines) + "\n")
+    replay(monkeypatch, str(folder))
+    code, out, err = run(*DENSE, "--json")
+    doc = json.loads(out)
+    assert code == 2 and doc["fits"] is None and "SIGKILL" in err
+    assert [k["status"] for k in doc["kernels"]] == ["compiled", "failed", "compiled"]
+
+
+# --- real compiles --------------------------------------------------------------------------------------------
+
+REAL_DENSE = (
+    "--trainer-argv", "--trainer_backend=maxtext --maxtext_model_name=qwen3-0.6b --mesh_fsdp=4 --max_prompt_length=128 "
+    "--max_response_length=384 --train_micro_batch_size=4 --maxtext_attention=flash --remat_policy=full --compute_logps_chunk_size=128",
+    "--orch-argv", "--batch_size=4 --num_generations=4 --beta=0.04", "--slice", "tpuv5e:2x2",
+    "--maxtext", "override_model_config=true", "--maxtext", "base_num_decoder_layers=2", "--maxtext", "vocab_size=32768",
+)  # fmt: skip
+MOE_KEYS = (
+    "override_model_config=true base_emb_dim=1024 base_mlp_dim=128 base_moe_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=2 "
+    "head_dim=128 gdn_num_key_heads=2 gdn_num_value_heads=4 gdn_key_head_dim=128 gdn_value_head_dim=128 gdn_chunk_size=64 vocab_size=512 "
+    "num_experts=8 num_experts_per_tok=2 base_num_decoder_layers=1 inhomogeneous_layer_cycle_interval=1 use_mrope=false sparse_matmul=true "
+    "megablox=true use_ring_of_experts=true use_ragged_sort=true ragged_buffer_factor=2.0 num_moe_token_chunks=1 use_custom_sort_vjp=false"
+)
+REAL_MOE = (
+    "--trainer-argv", "--trainer_backend=maxtext --maxtext_model_name=qwen3.5-35b-a3b --mesh_fsdp=4 --mesh_expert=2 --max_prompt_length=256 "
+    "--max_response_length=768 --max_seq_token_per_tpu=1024 --train_micro_batch_size=8 --maxtext_attention=flash --compute_logps_chunk_size=256 "
+    "--remat_policy=full --trainable_parameters_mask=^(?!.*routed_experts/gate/kernel).*",
+    "--orch-argv", "--batch_size=4 --num_generations=4 --max_segments_per_packed_row=4 --no-use_rollout_logps --max_seq_token_per_tpu=1024",
+    "--slice", "tpu7x:2x2x1", *(word for key in MOE_KEYS.split() for word in ("--maxtext", key)),
+)  # fmt: skip
+
+
+@pytest.fixture
+def compiler(run):
+    """Skip where MaxText or libtpu is missing."""
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    pytest.importorskip("libtpu", reason="libtpu is not installed")
+    return run
+
+
+@pytest.mark.slow
+def test_real_dense_model_for_v5e(compiler, tmp_path):
+    code, out, err = compiler(*REAL_DENSE, "--kernels", "update,fwd_bwd", "--hlo-dir", "hlo", "--overlap", "--json")
+    doc = json.loads(out)
+    assert code == 0, err
+    update, first, second = doc["kernels"]
+    assert [k["status"] for k in doc["kernels"]] == ["compiled", "compiled", "lowered"]
+    assert update["alias_bytes"] == pytest.approx(doc["resident"]["train_state_bytes"], rel=0.01)
+    assert first["logical_argument_bytes"] == pytest.approx(first["argument_bytes"], rel=0.01)
+    files = sorted(path.name for path in (tmp_path / "hlo").iterdir())
+    assert files == [f"fwd_bwd.v5e-4.{doc['config_sha256']}.hlo.txt", f"update.v5e-4.{doc['config_sha256']}.hlo.txt"]
+    assert "is_scheduled=true" in (tmp_path / first["hlo_file"]).read_text()[:2000]
+    assert doc["overlap"]["schema"].startswith("hlo-overlap/") and first["largest_buffers"]
+    assert "fwd_bwd: compiling" in err and err.index("update: compiled") < err.index("fwd_bwd: compiled")
+
+
+@pytest.mark.slow
+def test_real_moe_with_ring_of_experts_for_v7x(compiler, tmp_path):
+    code, out, err = compiler(
+        *REAL_MOE, "--kernels", "update,fwd_bwd", "--log-dir", "log", "--json",
+        "--libtpu", "--xla_tpu_scoped_vmem_limit_kib=65472", "--libtpu", "--DANGEROUS_tpu_runtime_abi_verification_disabled=true",
+    )  # fmt: skip
+    doc = json.loads(out)
+    assert code == 0, err
+    assert [k["status"] for k in doc["kernels"]] == ["compiled", "compiled", "lowered"]
+    assert "no top-k is left" in doc["kernels"][1]["routing"]
+    assert doc["flags"] == {
+        "compiler_options": {"xla_tpu_scoped_vmem_limit_kib": "65472"},
+        "libtpu_init_args": ["--DANGEROUS_tpu_runtime_abi_verification_disabled=true"],
+    }
+    assert doc["kernels"][1]["peak_bytes"] < doc["capacity_bytes"] and (tmp_path / "log" / "update.stderr.log").exists()
+
+
+@pytest.mark.slow
+def test_real_shortage_of_memory(compiler):
+    big = (
+        "--trainer-arg",
+        "max_response_length=32640",
+        "--trainer-arg",
+        "train_micro_batch_size=64",
+        "--trainer-arg",
+        "compute_logps_chunk_size=0",
+    )
+    code, out, err = compiler(*REAL_DENSE, *big, "--kernels", "fwd_bwd", "--json")
+    kernel = next(k for k in json.loads(out)["kernels"] if k["name"] == "fwd_bwd")
+    assert code == 1 and kernel["status"] == "out of memory", err
+    assert kernel["shortages"][0]["space"] == "HBM" and kernel["largest_buffers"][0]["dims"] == [16, 32640, 32768]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "piece"),
+    [("xla_tpu_no_such_flag=true", "xla_tpu_no_such_flag"), ("xla_tpu_scoped_vmem_limit_kib=abc", "'abc' is no value")],
+)
+def test_real_misspelt_flag(compiler, flag, piece):
+    code, out, err = compiler(*REAL_DENSE, "--libtpu", flag)
+    assert (code, out) == (2, "") and piece in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_real_child_killed(compiler, tmp_path):
+    command = [sys.executable, str(ROOT / "aot_bench.py"), *REAL_DENSE, "--kernels", "fwd_bwd", "--json"]
+    tool = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in tool.stderr:
+        said.append(line)
+        if line.strip().endswith("fwd_bwd: compiling"):
+            break
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if (
+                os.readlink(f"/proc/{pid}/cwd").endswith("/fwd_bwd")
+                and f"\nPPid:\t{tool.pid}\n" in pathlib.Path(f"/proc/{pid}/status").read_text()
+            ):
+                os.kill(int(pid), 9)
+        except OSError:
+            continue
+    out, err = tool.communicate(timeout=300)
+    doc = json.loads(out)
+    assert tool.returncode == 2, "".join(said) + err
+    assert "SIGKILL" in err and [k["status"] for k in doc["kernels"]] == ["lowered", "failed", "lowered"]
+
+
+@pytest.mark.slow
+def test_the_published_128_chip_shape_is_lowered(compiler):
+    """Qwen3.5-35B, 34.66 billion parameters, bfloat16 over 256 devices: 0.2522 GiB if every one were sharded whole."""
+    example = str(ROOT / "examples" / "launch_dryrun.yaml")
+    code, out, err = compiler(
+        "--launch-render",
+        example,
+        "--trainer-arg",
+        "maxtext_model_name=qwen3.5-35b-a3b",
+        "--drop-unknown-maxtext-keys",
+        "--lower-only",
+        "--json",
+    )
+    doc = json.loads(out)
+    assert code == 0, err
+    assert doc["mesh"] == {"fsdp": 32, "context": 4, "expert": 2} and doc["devices"] == 256
+    assert doc["batch"]["rows"] == 64 and doc["batch"]["row_width"] == 65536
+    assert doc["resident"]["parameter_count"] == pytest.approx(34.66e9, rel=0.001)
+    assert doc["resident"]["parameters_bytes"] / GIB == pytest.approx(34.66e9 * 2 / 256 / GIB, rel=0.02)
+    # [64, 65536, 40 layers, 8 experts] of int16 over fsdp x expert x context
+    assert doc["resident"]["micro_batch_fields_bytes"]["routed_experts"] == 64 * 65536 * 40 * 8 * 2 // 256
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Return a function that builds aot_compile's program on the four virtual CPU devices."""
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    import jax
+
+    import aot_compile
+
+    monkeypatch.setattr(aot_compile, "topology_devices", lambda topology: jax.devices()[:4])
+
+    def build(trainer: str, keys: str):
+        job = {
+            "topology": "v5e-4",
+            "trainer_argv": trainer.split(),
+            "orch_argv": ORCH.split(),
+            "env": {"MAXTEXT_EXTRA_FLAGS": keys},
+            "drop_unknown": False,
+            "routing_load": "uniform",
+        }
+        return aot_compile.build(job)
+
+    return build
+
+
+@pytest.mark.slow
+def test_the_workaround_changes_nothing_where_none_is_needed(on_cpu, monkeypatch):
+    import contextlib
+
+    import aot_compile
+
+    keys = "override_model_config=true base_num_decoder_layers=2 base_emb_dim=64 base_mlp_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 vocab_size=512"
+    texts = []
+    for needed in (True, False):
+        if not needed:
+            monkeypatch.setattr(aot_compile, "shapes_without_shardings", contextlib.nullcontext)
+        built = on_cpu(TRAINER + " --maxtext_attention=dot_product", keys)
+        lowered, _ = aot_compile.lower(built.engine, built.payload, aot_memory.KERNELS)
+        assert set(lowered) == set(aot_memory.KERNELS)
+        with built.engine._sharding_ctx():
+            compiled = lowered["update"].compile().as_text()
+        texts.append([*(lowered[name].as_text() for name in aot_memory.KERNELS), compiled])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_the_abstract_state_is_the_real_engines(on_cpu):
+    """bfloat16 weights: the optimizer of shapes holds float32 masters and moments just as the driver's does."""
+    import jax
+    from flax import nnx
+    from maxtext.common import train_state_nnx
+
+    import bench_runtime
+
+    keys = (
+        MOE_KEYS.replace(
+            "sparse_matmul=true megablox=true use_ring_of_experts=true use_ragged_sort=true ragged_buffer_factor=2.0",
+            "sparse_matmul=false megablox=false",
+        )
+        .replace("1024", "64")
+        .replace("=128", "=32")
+    )
+    built = on_cpu(
+        "--trainer_backend=maxtext --maxtext_model_name=qwen3.5-35b-a3b --mesh_fsdp=2 --mesh_expert=2 --max_prompt_length=32 --max_response_length=32 --train_micro_batch_size=4 --maxtext_attention=dot_product",
+        keys,
+    )
+    real = bench_runtime.make_engine(built.config, built.engine._mesh, 0)
+    theirs = nnx.split(train_state_nnx.TrainStateNNX(real.model, real.optimizer))[1]
+    ours = nnx.split(built.engine.state)[1]
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    dtypes = set()
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), path
+        if one.ndim:
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim), path
+            dtypes.add((path[0].key, str(one.dtype)))
+    assert (
+        ("optimizer", "float32") in dtypes
+        and ("model", "bfloat16") in dtypes
+        and ("optimizer", "bfloat16") not in dtypes
+    )
