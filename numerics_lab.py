@@ -433,7 +433,7 @@ def logits_of(model: Any, example: Any, pad_id: int) -> Any:
     options = {"positions": positions, "cache": None, "attention_mask": mask, "segment_ids": segments}
     if example.routed_experts is not None:
         options["forced_routed_experts"] = jnp.asarray(example.routed_experts, jnp.int32)
-    hidden, head = tunix_standin._run_without_head(model, tokens, options)
+    hidden, head = tunix_standin.run_without_head(model, tokens, options)
     keep = example.completion_ids.shape[1] - (example.segment_ids is not None)
     return head(hidden[:, -keep - 1 : -1]).astype(jnp.float32)
 

@@ -22,6 +22,7 @@ from flax import nnx  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+import grpo_loss  # noqa: E402
 import tunix_standin as standin  # noqa: E402
 from bench_common import BenchError  # noqa: E402
 from tests.engine_fixture import EXPERTS, PAD_ID, TOP_K, engine_kit  # noqa: E402, F401
@@ -434,7 +435,7 @@ def test_every_gate_equals_plain_loops(kind, gate):
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("mode", standin._CHOICES["loss_agg_mode"])
+@pytest.mark.parametrize("mode", grpo_loss._CHOICES["loss_agg_mode"])
 def test_every_aggregation_equals_plain_loops(kind, mode):
     config = GRPOConfig(**{**PLAIN, "loss_agg_mode": mode, "use_rollout_logps": False})
     model = TinyAdapter(4)
@@ -652,7 +653,7 @@ def test_metrics_are_as_many_as_in_the_full_run_and_consistent():
     assert sum(of[f"hist_signed/{i}"] for i in range(15)) == pytest.approx(of["token_logdiff_mean"], rel=1e-4)
     for group, size in (("hist", 15), ("conf", 4)):
         assert sum(of[f"{group}_frac/{i}"] for i in range(size)) == pytest.approx(1.0, rel=1e-5)
-    edges = [-math.inf, *standin._DRIFT_EDGES, math.inf]
+    edges = [-math.inf, *grpo_loss._DRIFT_EDGES, math.inf]
     for i in range(15):
         inside = (drift >= edges[i]) & (drift < edges[i + 1])
         assert of[f"hist_frac/{i}"] == pytest.approx(inside.mean(), abs=1e-6)
