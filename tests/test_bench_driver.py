@@ -387,6 +387,13 @@ def test_real_engine_trains(real_runs):
     assert document["versions"]["maxtext"]
 
 
+def test_real_documents_keep_their_schema(real_runs):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((ROOT / "schemas" / "trainer-bench-1.schema.json").read_text())
+    for _, document in real_runs.values():
+        jsonschema.Draft202012Validator(schema).validate(document)
+
+
 def test_one_seed_twice_is_the_same_bit_for_bit(real_runs):
     assert curve(real_runs["plain"][1]) == curve(real_runs["again"][1])
 
