@@ -343,7 +343,7 @@ def _load(path: str) -> Any:
 
 
 def overlap(doc: Mapping[str, Any], as_json: bool) -> Any:
-    """Run hlo_overlap on the kernels' HLO files; return its JSON document, or its text."""
+    """Run hlo_overlap on the kernels' HLO files; return its JSON document or its text, None where it has no answer."""
     import hlo_overlap
 
     files = [kernel["hlo_file"] for kernel in doc["kernels"] if kernel.get("hlo_file")]
@@ -351,7 +351,8 @@ def overlap(doc: Mapping[str, Any], as_json: bool) -> Any:
         return None
     with contextlib.redirect_stdout(io.StringIO()) as captured:
         hlo_overlap.main([*files, *(["--json"] if as_json else [])])
-    return json.loads(captured.getvalue()) if as_json else captured.getvalue()
+    answer = captured.getvalue()
+    return json.loads(answer) if answer and as_json else answer or None
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -360,6 +361,8 @@ def _run(options: argparse.Namespace) -> int:
         raise BenchError("nothing to look at", todo="give --launch-render, --trainer-argv, --summarize or --prediction")
     if len(sources) > 1 and sources[:2] != ["launch_render", "trainer_argv"]:
         raise BenchError(f"--{sources[0]} and --{sources[1]} are two inputs".replace("_", "-"), todo="give one")
+    if options.overlap and not options.hlo_dir and not options.prediction:
+        raise BenchError("--overlap reads the kernels' HLO files", todo="say where to keep them with --hlo-dir DIR")
     other = _load(options.compare) if options.compare else None
     if other is not None:
         aot_report.check_document(other, shown_name(options.compare))

@@ -101,12 +101,18 @@ def read_array(text: str) -> dict[str, Any] | None:
 def describe(hlo_text: str, names: set[str]) -> dict[str, dict[str, str | None]]:
     """Return for instructions of an HLO text their operation's name and `file:line`, None where it has none."""
     frames, found = _source_lines(hlo_text), {}
-    for line in hlo_text.splitlines() if names else ():
+    lines = hlo_text.splitlines() if names else []
+    for index, line in enumerate(lines):
         match = _NAME.match(line)
         if match is None or match[1] not in names or match[1] in found:
             continue
-        op_name, frame = _OP_NAME.search(line), _FRAME.search(line)
-        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
+        text = line
+        for more in lines[index + 1 : index + 100]:  # a Pallas kernel's metadata goes over many lines
+            if _NAME.match(more) or more.strip() in ("}", ""):
+                break
+            text += more
+        op_name, frame = _OP_NAME.search(text), _FRAME.search(text)
+        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
         place = f"{source[1]}:{source[2]}" if source else frames.get(int(frame[1])) if frame else None
         found[match[1]] = {"op_name": op_name[1].replace("\\'", "'") if op_name else None, "source": short_path(place)}
     return found

@@ -296,6 +296,13 @@ def test_old_statistics_and_a_fused_step(run, tmp_path):
     )
 
 
+def test_a_log_is_read_where_nothing_is_installed(run, tmp_path, monkeypatch):
+    for name in ("jax", "jaxlib", "flax", "maxtext", "numpy", "tunix"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    (tmp_path / "x.log").write_text(engine_log())
+    assert run("--summarize", "x.log")[0] == 0
+
+
 def test_sizes_that_train_prints(run, tmp_path):
     """22.2 = 8.1 + 14.0 + 8.2 - 8.1 aliased."""
     (tmp_path / "x.log").write_text(
@@ -446,6 +453,23 @@ def test_the_buffers_at_the_peak_of_a_real_module():
     assert rows[2]["op_name"] == "a"
 
 
+def test_metadata_behind_a_kernels_own_lines_is_found():
+    text = """HloModule m, is_scheduled=true
+
+%main (p: bf16[8]) -> bf16[8] {
+  %gmm.6 = bf16[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"dims.size_k":128,
+}}, metadata={op_name="jit(f)/gmm" source_file="/x/site-packages/m/moe.py" source_line=3}
+  %bare.1 = bf16[8]{0} copy(%p)
+}
+"""
+    found = aot_buffers.describe(text, {"gmm.6", "bare.1", "absent"})
+    assert found == {
+        "gmm.6": {"op_name": "jit(f)/gmm", "source": "m/moe.py:3"},
+        "bare.1": {"op_name": None, "source": None},
+    }
+
+
 def test_no_reports_no_buffers(tmp_path):
     assert aot_buffers.peak_buffers(str(tmp_path), "") == []
 
@@ -492,6 +516,19 @@ def test_two_predictions_side_by_side(run, tmp_path):
     assert doc["compared"]["kernels"][2]["temp_bytes"] == {"this": 6 * GIB, "other": 4 * GIB, "difference": 2 * GIB}
 
 
+def test_overlap_of_a_predictions_hlo(run, tmp_path):
+    doc = stored(run, tmp_path, "a.json")
+    example = ROOT / "examples" / "hlo" / "dense_fsdp_v5e.txt"
+    doc["kernels"][0]["hlo_file"] = str(example)
+    (tmp_path / "a.json").write_text(json.dumps(doc))
+    assert run("--prediction", "a.json", "--overlap")[1].count("all-gather") >= 1
+    found = json.loads(run("--prediction", "a.json", "--overlap", "--json")[1])["overlap"]
+    assert found["schema"].startswith("hlo-overlap/")
+    doc["kernels"][0]["hlo_file"] = "gone.txt"
+    (tmp_path / "a.json").write_text(json.dumps(doc))
+    assert json.loads(run("--prediction", "a.json", "--overlap", "--json")[1])["overlap"] is None
+
+
 def test_predicted_against_measured(run, tmp_path):
     stored(run, tmp_path, "a.json")
     result = {
@@ -530,6 +567,7 @@ ORCH = "--batch_size=4 --num_generations=4"
         (["--prediction", "good.json", "--measured", "cpu.json"], "no peak memory"),
         (["--prediction", "good.json", "--compare", "other.json"], "aot-bench/1"),
         (["--launch-render", "empty.log"], "no Kubernetes object"),
+        (["--summarize", "empty.log", "--overlap"], "--hlo-dir"),
         (["--trainer-argv", TRAINER, "--orch-argv", ORCH], "no slice"),
         (["--trainer-argv", TRAINER, "--slice", "v5e:2x2"], "--orch-argv"),
         (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "tpuv5e:3x3"], "fill no whole hosts"),
