@@ -117,13 +117,16 @@ def parse_routing_load(spec: str, num_layers: int) -> tuple[float | None, ...]:
 
 def _ratios_of_log(path: str, num_layers: int) -> list[float]:
     text = read_text(path)
-    found = re.findall(r"\bREQUIRED_RBF\b.*?\bper_layer=\[([^\]]*)\]", text)
-    rows = [[number(cell, path) for cell in line.split(",")] for line in found]
+    rows = []
+    for line in text.split("\n") if "REQUIRED_RBF" in text else ():  # no pattern: a broken line may be megabytes long
+        _, _, values = line.partition("REQUIRED_RBF")[2].partition("per_layer=[")
+        if "]" in values:
+            rows.append([number(cell, path) for cell in values.partition("]")[0].split(",")])
     if rows:
         if len({len(row) for row in rows}) > 1:
             raise BenchError("REQUIRED_RBF lines of different lengths", where=path, todo="give the log of one run")
         return [statistics.median(column) for column in zip(*rows, strict=True)]
-    pairs = re.findall(r"\bmoe_max_load_ratio: ([\d.]+), moe_max_load_ratio_mean: ([\d.]+)", text)
+    pairs = re.findall(r"(?<!\w)moe_max_load_ratio: ([\d.]+), moe_max_load_ratio_mean: ([\d.]+)", text)
     if pairs:
         top, mean = (statistics.median(number(cell, path) for cell in column) for column in zip(*pairs, strict=True))
         rest = max(1.0, (mean * num_layers - top) / max(num_layers - 1, 1))

@@ -262,6 +262,11 @@ HUGE_LINES = [
     "9",
     "\\",
     "&a *a ",
+    "REQUIRED_RBF per_layer=[",
+    "moe_max_load_ratio: 1.",
+    "CompiledMemoryStats(temp_size_in_bytes=",
+    "Ran out of memory in memory space hbm. Used ",
+    "TRAINER_ARGV=",
 ]
 
 
