@@ -80,9 +80,9 @@ def make_abstract_engine(config: Any, mesh: Any, pad_id: int) -> Any:
     class Engine(AbstractMaxTextEngine):
         def _build_model(self, wrap_with_tunix_adapter: bool, tokenizer_pad_id: int | None) -> Any:
             plain = super()._build_model(wrap_with_tunix_adapter, tokenizer_pad_id)
-            with self._mesh:  # as model_creation_utils.from_pretrained wraps, which this engine does not call
-                no_op = "maxtext_config" in config.vllm_additional_config
-                model = TunixMaxTextAdapter(base_model=plain, use_no_op_mappings=no_op, pad_id=pad_id)
+            # As model_creation_utils.from_pretrained wraps, which this engine does not call.
+            no_op = "maxtext_config" in config.vllm_additional_config
+            model = TunixMaxTextAdapter(base_model=plain, use_no_op_mappings=no_op, pad_id=pad_id)
             model.config = None
             return model
 
@@ -91,8 +91,7 @@ def make_abstract_engine(config: Any, mesh: Any, pad_id: int) -> Any:
             with shapes_without_shardings():
                 return super()._build_optimizer(bench_runtime.float32_master(tx) if narrow else tx)
 
-    with mesh:
-        return Engine(config, mesh)
+    return Engine(config, mesh)
 
 
 def topology_devices(topology: str) -> list[Any]:

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 
@@ -1116,6 +1117,7 @@ def on_cpu(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax and MaxText
 def test_the_workaround_changes_nothing_where_none_is_needed(on_cpu, monkeypatch):
     import contextlib
 
@@ -1131,11 +1133,14 @@ def test_the_workaround_changes_nothing_where_none_is_needed(on_cpu, monkeypatch
         assert set(lowered) == set(aot_memory.KERNELS)
         with built.engine._sharding_ctx():
             compiled = lowered["update"].compile().as_text()
-        texts.append([*(lowered[name].as_text() for name in aot_memory.KERNELS), compiled])
+        # Where in the Python source an operation comes from differs: the call went through another context manager.
+        program = re.sub(r', metadata=\{[^}]*\}|^\d+ [{"].*\n', "", compiled, flags=re.MULTILINE)
+        texts.append([*(lowered[name].as_text() for name in aot_memory.KERNELS), program])
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax and MaxText
 def test_the_abstract_state_is_the_real_engines(on_cpu):
     """bfloat16 weights: the optimizer of shapes holds float32 masters and moments just as the driver's does."""
     import jax
