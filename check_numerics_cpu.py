@@ -168,6 +168,7 @@ def jax_on_cpu() -> Iterator[None]:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes about shardings of shrunk shapes
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # MaxText imports it; it has advice about other frameworks
     logging.getLogger("absl").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="check-numerics-") as folder:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ and "jax" not in sys.modules:
@@ -333,10 +334,10 @@ def _run(options: argparse.Namespace) -> int:
 
         report = document("compare", numerics_compare.compare(*options.compare))
     else:
+        if options.list:
+            emit(_listing(all_checks(set(), {})))
+            return EXIT_OK
         with jax_on_cpu():
-            if options.list:
-                emit(_listing(all_checks(set(), {})))
-                return EXIT_OK
             report = _check(options)
     emit(WRITERS[options.format](report))
     return EXIT_OK if report["verdict"] == "pass" else EXIT_DIFFERENT

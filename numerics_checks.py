@@ -18,10 +18,10 @@ import bench_payload
 import numerics_lab
 import numerics_measures as measures
 
-# One word, four columns: float32 sums of up to 512 terms in another order. Measured 2 to 8 on this model, and a dot
-# product of 64 terms is bounded by 64 half ulps of its terms' magnitudes.
+# float32 sums of up to 512 terms in another order. On this model they differ by 2 to 16; the faults of --audit show
+# from 1,000 up; and a dot product over the 72 hidden features may be off by 36 ulps of its terms' magnitudes.
 ROUNDING_ULPS = 64.0
-WHY_ROUNDING = "float32 sums in another order; 64 terms round by at most 64 half ulps"
+WHY_ROUNDING = "float32 sums in another order: 2 to 16 measured, faults show from 1,000"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,26 +422,34 @@ def _unbalanced_groups(batch: Mapping[str, Any], spec: Any) -> list[str]:
 
 
 def _load_findings(batch: Mapping[str, Any], spec: Any, plan: Any, layers: list[int]) -> list[Finding]:
-    """Count the load here once more, so that builder and checker do not share a mistake."""
-    found, tokens = [], np.arange(spec.width).reshape(plan.sequence_shards, plan.token_chunks, -1)
-    height, size = spec.rows // plan.row_groups, spec.num_experts // plan.shards
-    for layer, target in enumerate(plan.targets):
-        worst = 0.0
-        for group in range(plan.row_groups):
-            for chunk in range(plan.token_chunks):
-                block = batch["routed_experts"][group * height : (group + 1) * height, tokens[:, chunk].ravel(), layer]
-                counts = np.bincount(block[block >= 0] // size, minlength=plan.shards)
-                worst = max(worst, float(counts.max() / max(counts.mean(), 1e-9)))
-        name = f"layer {layers[layer]}: fullest shard over balanced"
-        if target is None:
-            slots = height * spec.width // plan.token_chunks * spec.top_k / plan.shards
-            limit = 1 + 6 * slots**-0.5
-            found.append(at_most(name, worst, limit, "ratio", "6 standard deviations of uniform top-k"))
-        else:
-            error = abs(worst / target - 1)
-            found.append(at_most(f"{name}, {worst:.4f} for {target:.4f}", error, plan.tolerance, "relative",
-                                 "--routing-tolerance"))  # fmt: skip
+    """Return the layers furthest from their targets, and the most uneven one of those without a target."""
+    loads = [_shard_load(batch["routed_experts"][:, :, at], spec, plan) for at in range(len(layers))]
+    rows = list(zip(loads, plan.targets, layers, strict=True))
+    aimed = [(abs(load / target - 1), load, target, layer) for load, target, layer in rows if target is not None]
+    natural = [(load, layer) for load, target, layer in rows if target is None]
+    of, found = f"{len(layers)} layers", []
+    if aimed:
+        error, load, target, layer = max(aimed)
+        found.append(at_most(f"fullest shard over balanced, {of}, worst {layer}: {load:.4f} for {target:.4f}", error,
+                             plan.tolerance, "relative", "--routing-tolerance"))  # fmt: skip
+    if natural:
+        load, layer = max(natural)
+        slots = spec.rows // plan.row_groups * spec.width // plan.token_chunks * spec.top_k / plan.shards
+        found.append(at_most(f"fullest shard over balanced, {of}, worst {layer}", load, 1 + 6 * slots**-0.5, "ratio",
+                             "6 standard deviations of uniform top-k"))  # fmt: skip
     return found
+
+
+def _shard_load(routed: np.ndarray, spec: Any, plan: Any) -> float:
+    """Count a layer's load [rows, tokens, top_k] once more, so that builder and checker do not share a mistake."""
+    tokens = np.arange(spec.width).reshape(plan.sequence_shards, plan.token_chunks, -1)
+    height, size, worst = spec.rows // plan.row_groups, spec.num_experts // plan.shards, 0.0
+    for group in range(plan.row_groups):
+        for chunk in range(plan.token_chunks):
+            block = routed[group * height : (group + 1) * height, tokens[:, chunk].ravel()]
+            counts = np.bincount(block[block >= 0] // size, minlength=plan.shards)
+            worst = max(worst, float(counts.max() / max(counts.mean(), 1e-9)))
+    return worst
 
 
 CHECKS = [

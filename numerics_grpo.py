@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 import numerics_lab
-from numerics_checks import Check, Finding, at_most
+from numerics_checks import Check, Finding, at_most, more_than
 
 SUM_ERROR = 1e-5  # of the sum of magnitudes
+WHY_GATE = "a gate that keeps all, or none, is not tested"
 WHY_SUM = "some hundred float32 terms: 2^-24 each, and exp and log to a few ulps"
 TUNIX_FIELDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "ref_per_token_logps",
                 "old_per_token_logps")  # fmt: skip
@@ -176,6 +177,7 @@ def grpo(lab: Any, fault: str = "") -> list[Finding]:
             given["advantages"] = np.roll(batch["advantages"], 1, axis=0)
         value, weight, gradient = _ours(table, given, numerics_lab.plain_grpo(**wrong), lab.pad_id)
         found += _compare(name, batch, logits, numerics_lab.plain_grpo(**options), value, weight, gradient)
+        found += _gates_bite(name, batch, logits, options)
         if fault:
             break
     return found if fault else found + _against_tunix(lab)
@@ -234,6 +236,20 @@ def _compare(name: str, batch: Mapping[str, Any], logits: np.ndarray, options: A
     worst = float(np.abs(np.subtract(slopes, ours)).max() / max(np.abs(slopes).max(), 1e-12))
     return [*found, at_most(f"{name}: gradient at {len(slopes)} tokens", worst, 1e-4, "of the largest",
                             "central differences of 1e-5 in float64 are exact to 1e-9; float32 to 1e-5")]  # fmt: skip
+
+
+def _gates_bite(name: str, batch: Mapping[str, Any], logits: np.ndarray, options: Mapping[str, Any]) -> list[Finding]:
+    """Return the control that each gate of a case drops some sequences and keeps some."""
+    mine, found = log_probs(logits, batch), []
+    groups = [[key for key in options if key.startswith(start)] for start in ("overlong", "seq_logprob", "truncated")]
+    for keys in filter(None, groups):
+        only = numerics_lab.plain_grpo(**{key: options[key] for key in keys})
+        kept = [_kept(mine, batch, only, *one) and bool(np.any(_weights(mine, batch, only, *one)))
+                for one in sequences(batch)]  # fmt: skip
+        share = float(np.mean(kept))
+        found += [more_than(f"{name}: control: {keys[0]} keeps some", share, 0, "share", WHY_GATE),
+                  at_most(f"{name}: control: {keys[0]} drops some", share, 1 - 1e-9, "share", WHY_GATE)]  # fmt: skip
+    return found
 
 
 def _slope(

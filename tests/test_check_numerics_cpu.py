@@ -1,0 +1,437 @@
+"""check_numerics_cpu: measures worked out by hand, reports, every check on MaxText's own model, every fault noticed."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import check_numerics_cpu as tool
+import numerics_checks
+import numerics_compare
+import numerics_file
+import numerics_grpo
+import numerics_knobs
+import numerics_measures as measures
+from bench_common import BenchError
+from numerics_checks import Finding
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "examples" / "launch_tiny.yaml"
+QUICK = ("payload", "routing", "grpo")  # the others compile half a minute of programs each
+
+
+# Measures -----------------------------------------------------------------------------------------------------
+
+
+def test_ulps_count_float32_neighbours():
+    one, tiny = np.float32(1), np.finfo(np.float32).smallest_subnormal
+    a = np.array([one, one, tiny, 0.0, np.nan, np.nan, np.inf], np.float32)
+    b = np.array([np.nextafter(one, np.float32(2)), one, -tiny, -0.0, np.nan, 1.0, np.inf], np.float32)
+    assert measures.ulps(a, b).tolist() == [1, 0, 2, 0, 0, 2.0**32, 0]
+    assert measures.ulps(1.0, 2.0) == 2**23  # one binade of float32
+
+
+def test_scaled_ulps_are_those_of_the_largest_entry():
+    b = np.array([4.0, 1e-3])  # float32 steps at 4 are 2^-21
+    assert measures.scaled_ulps(b + [0, 2.0**-21], b).tolist() == [0, 1]
+    assert measures.scaled_ulps([np.nan, 1.0], [1.0, 1.0]).tolist() == [measures.INFINITE, 0]
+    assert measures.scaled_ulps([0.0], [0.0]).tolist() == [0]
+
+
+def test_kl_cosine_flips_and_summaries_by_hand():
+    half, quarter = np.log([0.5, 0.5]), np.log([0.25, 0.75])
+    assert math.isclose(float(measures.kl_divergence(half, quarter)), 0.5 * math.log(4 / 3), rel_tol=1e-12)
+    assert measures.cosine({"a": [1.0, 0.0], "b": [1.0]}, {"a": [1.0, 0.0], "b": [0.0]}) == pytest.approx(0.5**0.5)
+    assert math.isnan(measures.cosine([0.0], [1.0]))
+    assert measures.flip_share([[1, 0, 1], [0, 1, 1]], [[1, 0, 1], [1, 0, 1]]) == 0.5
+    assert measures.summary(np.arange(2000)) == {"max": 1999.0, "p99.9": 1998.0}
+    assert measures.summary({}) == {"max": 0.0, "p99.9": 0.0}
+    assert measures.relative_error([3.0, 0.0], [0.0, 4.0]) == pytest.approx(5 / 4)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20), st.integers(0, 40))
+def test_ulps_are_a_distance(values, steps):
+    a = np.array(values, np.float32)
+    b = a.copy()
+    for _ in range(steps):
+        b = np.where(np.isfinite(b), np.nextafter(b, np.float32(np.inf)), b)
+    apart = measures.ulps(a, b)
+    assert (apart == measures.ulps(b, a)).all() and (measures.ulps(a, a) == 0).all()
+    finite = np.isfinite(a) & np.isfinite(b)
+    assert (apart[finite & (a != 0)] <= steps).all() and (apart[finite] >= steps - 1).all()
+
+
+# The independent loss -----------------------------------------------------------------------------------------
+
+
+def one_sequence(**fields):
+    """A batch of one padded row with two scored tokens, advantage 1."""
+    batch = dict.fromkeys(numerics_checks.bench_payload.FIELDS)
+    batch |= {"completion_mask": np.ones((1, 2), np.float32), "advantages": np.ones((1, 2), np.float32),
+              "old_per_token_logps": np.log([[0.5, 0.5]])}  # fmt: skip
+    return batch | fields
+
+
+def options(**changes):
+    plain = {"epsilon": 0.2, "epsilon_high": 0.28, "epsilon_c": None, "beta": 0.0, "loss_agg_mode": "token-mean",
+             "overlong_loss_masking": False, "seq_logprob_error_threshold": None, "kl_clamp_value": None,
+             "truncated_importance_sampling_type": None, "truncated_importance_sampling_ratio_min": None,
+             "truncated_importance_sampling_ratio": None, "kl_loss_mode": "kl"}  # fmt: skip
+    return types.SimpleNamespace(**plain | changes)
+
+
+def test_the_independent_loss_by_hand():
+    ratios = np.log([[0.5 * 1.1, 0.5 * 1.5]])  # 1.1 is inside the clip, 1.5 is cut to 1.28
+    assert numerics_grpo.loss(ratios, one_sequence(), options()) == pytest.approx((-2.38, 2))
+    assert numerics_grpo.loss(
+        ratios, one_sequence(), options(loss_agg_mode="sequence-mean-token-mean")
+    ) == pytest.approx((-1.19, 1))
+    bad = one_sequence(advantages=-np.ones((1, 2), np.float32))  # nothing clips a bad token's ratio from above
+    assert numerics_grpo.loss(ratios, bad, options())[0] == pytest.approx(2.6)
+    assert numerics_grpo.loss(ratios, bad, options(epsilon_c=1.2))[0] == pytest.approx(2.3)
+    far = one_sequence(ref_per_token_logps=ratios - 0.5)
+    assert numerics_grpo.loss(ratios, far, options(beta=0.1))[0] == pytest.approx(-2.38 + 0.1)
+    assert numerics_grpo.loss(ratios, one_sequence(overlong=np.ones(1)), options(overlong_loss_masking=True)) == (0, 0)
+
+
+def test_the_gates_of_the_independent_loss_by_hand():
+    logps = np.log([[0.5, 0.5]])
+    drifted = one_sequence(rollout_per_token_logps=logps - np.log([[1.5, 1.5]]))
+    assert numerics_grpo.loss(logps, drifted, options(seq_logprob_error_threshold=1.6)) == pytest.approx((-2, 2))
+    assert numerics_grpo.loss(logps, drifted, options(seq_logprob_error_threshold=1.4)) == (0, 0)
+    tis = {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio_min": 1.0}
+    kept = options(**tis, truncated_importance_sampling_ratio=2.0)
+    assert numerics_grpo.loss(logps, drifted, kept) == pytest.approx((-3, 2))  # weights 1.5
+    rejected = options(**tis, truncated_importance_sampling_ratio=1.4)
+    assert numerics_grpo.loss(logps, drifted, rejected) == (0, 2)  # keeps its place in the denominator
+
+
+# Options and reports ------------------------------------------------------------------------------------------
+
+BAD_OPTIONS = [
+    (["--only", "payloads"], "no check 'payloads'"),
+    (["--skip", ",".join(tool.NAMES)], "leave no check"),
+    (["--knob", "dtype"], "KEY=VALUE expected, got 'dtype'"),
+    (["--knob", "dtype="], "KEY=VALUE expected"),
+    (["--routing-tolerance", "x"], "a percentage expected"),
+    (["--routing-tolerance", "0"], "between 0% and 100%"),
+    (["--compare", "a.npz"], "expected 2 arguments"),
+    (["--compare", "a.npz", "b.npz", "--audit"], "--compare goes with neither"),
+    (["--typo"], "unrecognized arguments"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD_OPTIONS)
+def test_bad_options(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(argv)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == "" and message in err
+
+
+BAD_INPUTS = [
+    (["--launch-render", "missing.yaml"], "missing.yaml: cannot read"),
+    (["--launch-render", "{dir}/empty.yaml"], "no Kubernetes object"),
+    (["--launch-render", "{dir}/other.yaml"], "no trainer in this render"),
+    (["--compare", "missing.npz", "missing.npz"], "missing.npz: cannot read"),
+    (["--compare", "{dir}/empty.yaml", "{dir}/empty.yaml"], "no saved numerics"),
+    (["--compare", "{dir}/other.npz", "{dir}/other.npz"], "no saved numerics"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD_INPUTS)
+def test_bad_inputs(argv, message, capsys, tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "other.yaml").write_text("apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: a\n")
+    np.savez(tmp_path / "other.npz", losses=np.zeros(3))
+    assert tool.main([word.format(dir=tmp_path) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("check_numerics_cpu: ") and message in err
+
+
+class StubCheck:
+    """A check with given findings; with the fault it finds what `noticing` says."""
+
+    doc = "Stub."
+
+    def __init__(self, name, found, noticing):
+        self.name, self._found, self._noticing, self.faults = name, found, noticing, {"broken": "something is broken"}
+        self.table, self.rows = ["a table"], []
+
+    def run(self, lab, fault=""):
+        return self._noticing if fault else self._found
+
+
+PASS = Finding("a thing", 1.0, "ulps", "<= 64", "rounding")
+FAIL = Finding("another", 99.5, "ulps", "<= 64", "rounding", "FAIL")
+LIMIT = Finding("a third", None, "", "", "not in this version", "known limit")
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Run main on a stub lab whose only check has these findings."""
+
+    def run(found, noticing=(FAIL,), argv=()):
+        monkeypatch.setattr(tool, "make_lab", lambda launch, options: (types.SimpleNamespace(
+            plan=types.SimpleNamespace(shrunk=[])), set()))  # fmt: skip
+        check = StubCheck("payload", list(found), list(noticing))
+        monkeypatch.setattr(tool, "all_checks", lambda known, knobs: {"payload": check})
+        return tool.main(["--only", "payload", *argv])
+
+    return run
+
+
+def test_a_report_in_text(stub, capsys):
+    assert stub([PASS, FAIL, LIMIT]) == 1
+    out, err = capsys.readouterr()
+    assert out == (
+        "pass        payload: a thing\n            1 <= 64 ulps [1]\n"
+        "FAIL        payload: another\n            99.5 <= 64 ulps [1]\n"
+        "known limit payload: a third\n             [2]\n"
+        "[1] rounding\n[2] not in this version\n"
+        "verdict: differs (3 rows; 1 known limits of the installed MaxText)\n"
+    )
+    assert err == "check_numerics_cpu: payload: Stub.\n"
+
+
+def test_passes_and_known_limits_are_exit_0(stub):
+    assert stub([PASS, LIMIT]) == 0
+
+
+def test_json_agrees_with_the_text(stub, capsys):
+    assert stub([PASS, FAIL, LIMIT], argv=["--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert next(iter(report)) == "schema" and report["schema"] == tool.SCHEMA and report["verdict"] == "differs"
+    assert [(row["status"], row["value"]) for row in report["rows"]] == [
+        ("pass", 1.0), ("FAIL", 99.5), ("known limit", None)]  # fmt: skip
+    assert stub([Finding("n", math.nan, "ulps", "<= 1", "w", "FAIL")], argv=["--format", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rows"][0]["value"] is None
+
+
+def test_markdown(stub, capsys):
+    assert stub([PASS], argv=["--format", "markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| pass | payload | a thing | 1 | <= 64 | ulps | rounding |" and lines[-1] == "Verdict: pass."
+
+
+def test_a_check_that_does_not_notice_its_fault_fails_the_audit(stub, capsys):
+    assert stub([PASS], noticing=[PASS], argv=["--audit"]) == 1
+    assert capsys.readouterr().out.startswith("MISSED  payload: something is broken\n        by nothing\n")
+    assert stub([PASS], noticing=[FAIL], argv=["--audit"]) == 0
+    assert "by another: 99.5 ulps, limit <= 64" in capsys.readouterr().out
+
+
+def test_list_names_every_check_and_fault(capsys):
+    assert tool.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(tool.NAMES)
+    assert sum(line.startswith("    --audit: ") for line in lines) == 22
+
+
+def test_a_launch_from_a_file_from_stdin_and_built_in(monkeypatch):
+    launch = tool.read_launch(str(TINY))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(TINY.read_bytes())))
+    piped = tool.read_launch("-")
+    assert (piped.trainer, piped.orch, piped.env) == (launch.trainer, launch.orch, launch.env)
+    assert "--mesh_expert=2" in launch.trainer and launch.env["FLOAT32_LOGITS"] == "true"
+    assert "--mesh_expert=2" in tool.read_launch(None).trainer
+
+
+def test_a_bench_render_carries_the_launch(tmp_path):
+    import render_bench
+
+    out = tmp_path / "bench.yaml"
+    assert render_bench.main(["--launch-render", str(TINY), "--name", "tiny-bench", "--out", str(out)]) == 0
+    carried, launch = tool.read_launch(str(out)), tool.read_launch(str(TINY))
+    same = set(launch.trainer) & set(carried.trainer)
+    assert len(same) > len(launch.trainer) - 5 and set(carried.orch) <= set(launch.orch) and carried.orch
+    assert carried.env["MAXTEXT_EXTRA_FLAGS"] == launch.env["MAXTEXT_EXTRA_FLAGS"]
+
+
+def test_help_in_a_clean_process():
+    done = subprocess.run([sys.executable, str(ROOT / "check_numerics_cpu.py"), "--help"], env={"PATH": "/usr/bin"},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0 and "Exit status" in done.stdout and done.stderr == ""
+
+
+# Saved numerics -----------------------------------------------------------------------------------------------
+
+
+def saved(path, **changes):
+    """Write a file as save_numerics would, of two steps of two micro-batches."""
+    about = {"schema": numerics_file.SCHEMA, "micro_batches_sha256": "ab", "seed": 0, "versions": {},
+             "maxtext": {"dtype": "float32"} | changes.pop("maxtext", {})}  # fmt: skip
+    about["micro_batches_sha256"] = changes.pop("sha", "ab")
+    arrays = {"losses": np.array([[1.0, 2.0], [3.0, 4.0]]), "gradient_norms": np.array([1.0, 2.0]),
+              "logps": np.full((2, 3), -6.0, np.float32), "mask": np.ones((2, 3), np.float32),
+              "weights/a.kernel": np.ones(4, np.float32)}  # fmt: skip
+    np.savez(path, about=np.array(json.dumps(about)), **arrays | changes)
+    return str(path)
+
+
+def test_equal_runs_compare_equal(tmp_path, capsys):
+    a, b = saved(tmp_path / "a.npz"), saved(tmp_path / "b.npz", maxtext={"dtype": "bfloat16"})
+    assert tool.main(["--compare", a, b, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(not row["value"] for row in rows)
+    assert rows[-1]["what"] == "MaxText option dtype: float32 -> bfloat16"
+
+
+@pytest.mark.parametrize("change, what", [
+    ({"losses": np.array([[1.0, 2.001], [3.0, 4.0]])}, "losses of the first step"),
+    ({"losses": np.array([[1.0, 2.0], [3.0, 4.001]])}, "losses of all steps"),
+    ({"gradient_norms": np.array([1.001, 2.0])}, "gradient norm of the first step"),
+    ({"logps": np.full((2, 3), -6.01, np.float32)}, "log-probs before step 0"),
+    ({"weights/a.kernel": np.array([1, 1, 1, 1.001], np.float32)}, "weights after the last step, worst a.kernel"),
+])  # fmt: skip
+def test_a_difference_is_named(tmp_path, capsys, change, what):
+    a, b = saved(tmp_path / "a.npz"), saved(tmp_path / "b.npz", **change)
+    assert tool.main(["--compare", a, b, "--json"]) == 1
+    failed = [row["what"] for row in json.loads(capsys.readouterr().out)["rows"] if row["status"] == "FAIL"]
+    assert what in failed and len(failed) <= 2
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"sha": "cd"}, "different micro-batches"), ({"losses": np.ones((3, 2))}, "losses [2, 2] and [3, 2]"),
+    ({"weights/b": np.ones(1)}, "different weights"),
+])  # fmt: skip
+def test_runs_that_cannot_be_compared(tmp_path, change, message):
+    a, b = saved(tmp_path / "a.npz"), saved(tmp_path / "b.npz", **change)
+    with pytest.raises(BenchError, match=message.replace("[", r"\[")):
+        numerics_compare.compare(a, b)
+
+
+def test_saving_needs_a_step(tmp_path):
+    with pytest.raises(BenchError, match="no step to save"):
+        numerics_file.save_numerics(str(tmp_path / "x.npz"), types.SimpleNamespace(steps=[]))
+
+
+def test_a_run_is_saved_and_read_back(lab, tmp_path):
+    engine = lab[0].trainer(lab[0].model()).engine
+    batches = [lab[0].batch(packed=True)]
+    run = types.SimpleNamespace(
+        steps=[types.SimpleNamespace(losses=[0.5, 0.25], gradient_norm=2.0)],
+        policy_logps=batches[0]["completion_mask"], batches=batches, options=types.SimpleNamespace(seed=3),
+        plan=lab[0].plan, program=types.SimpleNamespace(engine=engine),
+    )  # fmt: skip
+    path = str(tmp_path / "run.npz")
+    numerics_file.save_numerics(path, run)
+    about, arrays = numerics_file.load_numerics(path)
+    assert arrays["losses"].tolist() == [[0.5, 0.25]] and arrays["gradient_norms"].tolist() == [2.0]
+    assert about["seed"] == 3 and about["maxtext"]["override_model_config"] == "true"
+    whole = lab[0].trainer(lab[0].model()).weights
+    name = "base.decoder.logits_dense.kernel"
+    assert (arrays[f"weights/{name}"] == whole[name][::18, ::128]).all()  # 4 of 72 and 4 of 512
+    assert {key.removeprefix("weights/") for key in arrays if key.startswith("weights/")} == set(whole)
+    assert tool.main(["--compare", path, path]) == 0
+
+
+# Knobs, without running any ------------------------------------------------------------------------------------
+
+
+def far(**changes):
+    """A distance that is 0 but for some measures."""
+    names = numerics_knobs.Distance.__dataclass_fields__
+    return numerics_knobs.Distance(**dict.fromkeys(names, 0.0) | {"grad_cosine": 1.0} | changes)
+
+
+def test_verdicts():
+    floor = far(grad_relative=1e-6, logp_ulps_max=3.0)
+    assert numerics_knobs.verdict(far(), floor) == "bit identical"
+    assert numerics_knobs.verdict(far(grad_relative=3.9e-6), floor) == "within noise"
+    assert numerics_knobs.verdict(far(grad_relative=5e-6), floor).startswith("changes numerics: grad_relative 5e-06")
+    assert numerics_knobs.verdict(far(router_flips=0.01), floor).startswith("changes numerics: router_flips")
+    assert numerics_knobs.verdict(far(logp_ulps_max=12.0), floor) == "within noise"
+
+
+def test_the_launch_s_own_options_are_found_before_the_smoke_run_changed_them():
+    from bench_config import Setting
+
+    pairs = [Setting("dtype", "bfloat16", "build_maxtext_config"), Setting("dtype", "float32", "cpu-smoke"),
+             Setting("float32_logits", "True", "env"), Setting("run_name", "x", "")]  # fmt: skip
+    assert numerics_knobs.launch_values(pairs) == {"dtype": "bfloat16", "float32_logits": "true"}
+    assert numerics_knobs.alternative("dtype", "bfloat16") == "float32"
+    assert numerics_knobs.alternative("remat_policy", "custom") == "full"
+    assert numerics_knobs.alternative("attention", "flash") is None
+
+
+def test_only_knobs_that_were_asked_for_count():
+    own = numerics_knobs.Row("(own)", "", False, far(), far(grad_cosine=0.999))
+    changed = numerics_knobs.Row("a", "changes numerics: much", False, far(grad_relative=1.0), far())
+    found = numerics_knobs.findings([own, changed], far())
+    assert all(finding.ok for finding in found) and len(found) == 4
+    asked = numerics_knobs.findings([own, numerics_knobs.Row("a", "changes numerics: much", True, far(), far())], far())
+    assert [finding.status for finding in asked].count("FAIL") == 1
+    poor = numerics_knobs.Row("(own)", "", False, far(), far(grad_cosine=0.9))
+    assert not all(finding.ok for finding in numerics_knobs.findings([poor], far()))
+
+
+def test_the_table_fits_80_columns():
+    rows = [numerics_knobs.Row("k=a -> b", "within noise", False, far(logp_ulps_max=12345678.0), far())]
+    assert max(map(len, numerics_knobs.lines(rows, far()))) <= 80
+
+
+# On MaxText's own model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lab():
+    """The built-in launch's lab, and MaxText's keys; models are built when a check asks for them."""
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    options = argparse.Namespace(routing_load="1.3", routing_tolerance=0.01, seed=0)
+    return tool.make_lab(tool.read_launch(str(TINY)), options)
+
+
+def check(name, known, knobs=None):
+    return tool.all_checks(known, knobs or {})[name]
+
+
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in tool.NAMES]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_check_passes_on_maxtext(lab, name):
+    found = check(name, lab[1]).run(lab[0])
+    assert [finding for finding in found if finding.status == "FAIL"] == []
+    assert len(found) >= 4
+    limits = {finding.what.split(":")[0] for finding in found if finding.status == "known limit"}
+    assert limits <= {"Gated DeltaNet", "unset tokens that do not fall back to the gate"}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_fault_is_noticed(lab, name):
+    rows = tool.run_audit(lab[0], {name: check(name, lab[1])}, [name])
+    assert rows and [row["fault"] for row in rows if not row["noticed"]] == []
+
+
+def test_a_real_run_through_main(lab, capsys, monkeypatch):
+    monkeypatch.setattr(tool, "make_lab", lambda launch, options: lab)
+    assert tool.main(["--only", "payload,routing", "--launch-render", str(TINY)]) == 0
+    out = capsys.readouterr().out
+    assert "pass        payload: fullest shard over balanced, 40 layers, worst" in out and "for 1.3000\n" in out
+    assert "pass        routing: tokens that used other experts than forced\n            0 <= 0 share" in out
+    assert out.splitlines()[-1].startswith("verdict: pass (")
+
+
+@pytest.mark.slow
+def test_a_knob_that_changes_numerics_is_exit_1(lab, capsys, monkeypatch):
+    monkeypatch.setattr(tool, "make_lab", lambda launch, options: lab)
+    argv = ["--only", "knobs", "--knob", "float32_gate_logits=false", "--knob", "no_such_option=1"]
+    assert tool.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "float32_gate_logits=true -> false: changes numerics" in out
+    assert "no_such_option=(default) -> 1: unknown here: not an option of the installed MaxText" in out
+    assert "megablox=false -> ?: unknown here: a TPU kernel" in out
+    assert "remat_policy=full -> minimal: bit identical" in out
