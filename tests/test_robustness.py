@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import random
@@ -216,6 +217,15 @@ BAD = {
 @pytest.mark.parametrize("name", ALL_READERS)
 def test_not_what_it_reads(read, name, kind):
     refused(READERS[name].tool, read(name, BAD[kind]))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ALL_READERS if "bench_driver" not in name and "check_numerics_cpu," not in name]
+)
+def test_nothing_on_stdin(run, monkeypatch, name):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    reader = READERS[name]
+    refused(reader.tool, run(reader.tool, [option.replace("{}", "-") for option in reader.options]), "<stdin>: ")
 
 
 def good(name: str, numerics: Path, tmp_path: Path, run) -> bytes:
