@@ -43,7 +43,8 @@ class Run:
     load: dict[str, Any] | None = None
     steps: list[StepRecord] = dataclasses.field(default_factory=list)
     wall_seconds: float = 0.0
-    paused_seconds: float = 0.0  # profiler start and stop, outside every step
+    paused_seconds: float = 0.0  # profiler start and stop, looks at the interval; outside every step
+    next_look: int = 0  # step count at which --until-ci looks at the interval again
     policy_logps: Any = None
     staging: dict[str, Any] = dataclasses.field(default_factory=lambda: {"asked": False, "stopped_at_step": None})
     trace: dict[str, Any] | None = None
@@ -176,7 +177,10 @@ def drive(run: Run, watch: Watch) -> None:
             append_step(steps_handle, dataclasses.asdict(step), options)
             check_step(step, run.count, len(run.batches))
             say(bench_report.step_line(step, None if options.until_ci else options.steps))
-            if _done(run):
+            asked = time.perf_counter()
+            done = _done(run)
+            run.paused_seconds += time.perf_counter() - asked  # the bootstrap of --until-ci is no step
+            if done:
                 break
         run.trace = tracer.result()
     finally:
@@ -200,13 +204,14 @@ def audit_clock(run: Run) -> None:
 
 
 def _done(run: Run) -> bool:
-    options = run.options
+    options, count = run.options, len(run.steps)
     if not options.until_ci:
-        return len(run.steps) >= options.steps
-    if len(run.steps) >= options.max_steps or run.wall_seconds >= options.max_seconds:
+        return count >= options.steps
+    if count >= options.max_steps or run.wall_seconds >= options.max_seconds:
         return True
-    if len(run.steps) < options.steps:
+    if count < max(options.steps, run.next_look):
         return False
+    run.next_look = count + 1 + count // 10  # a look costs some milliseconds a step, so they become rarer
     summary = bench_stats.summarize([step.time() for step in run.steps], options.warmup, options.seed)
     return summary.verdict == "ok" and summary.half_width is not None and summary.half_width <= options.until_ci
 

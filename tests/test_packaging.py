@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -17,6 +18,7 @@ LIGHT = ("render_bench", "diff_render", "diff_config", "hlo_overlap")  # run any
 HEAVY = {"jax", "maxtext", "tunix", "numpy", "flax", "optax", "tunix_standin", "bench_payload", "bench_runtime"}
 
 
+@functools.lru_cache
 def imports(module: str, everywhere: bool = True) -> set[str]:
     """Return the top names a module imports; only those at its top level unless `everywhere`."""
     tree = ast.parse((ROOT / f"{module}.py").read_text())
@@ -33,6 +35,7 @@ def imports(module: str, everywhere: bool = True) -> set[str]:
     return found
 
 
+@functools.lru_cache
 def reached(module: str) -> set[str]:
     """Return every module of ours that importing `module` brings in."""
     todo, seen = [module], set()
