@@ -6,6 +6,7 @@ null is unknown. Standard library only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ SCHEMA = "aot-bench/1"
 WIDTH = 80
 COST_DOUBTS = ("FLOPs and bytes are the compiler's own: the body of a loop counts once however often it runs "
                "(a scan over layers, over token chunks), a Pallas kernel counts as nothing.")  # fmt: skip
+
+
+_PLUMBING = re.compile(r"\.(?:inner_states\.\w+|inner_state|inner|opt_state|base)(?:\[\d+\])?(?=\.|$)")
 
 
 def kernel_document(total: Total) -> dict[str, Any]:
@@ -94,11 +98,20 @@ def render(doc: Mapping[str, Any], style: str = "text", top: int = 5) -> str:
     lines += _capacity_lines(doc)
     lines += _buffer_lines(doc, top)
     lines += _cost_lines(doc)
-    lines += [f"not the same program: {line}" for line in doc["not_the_same_program"]]
+    lines += [f"not the same program: {line}" for line in _merged(doc["not_the_same_program"])]
     lines += [f"note: {line}" for line in doc["notes"]]
     lines += [f"note: {kernel['name']}: {line}" for kernel in doc["kernels"] for line in kernel["notes"]]
     lines += ["", *(f"because {reason}" for reason in doc["reasons"]), f"verdict: {_verdict_line(doc)}"]
     return "\n".join(line for long in lines for line in wrap(long, style)) + "\n"
+
+
+def _merged(lines: Sequence[str]) -> list[str]:
+    """Return lines with those that begin alike up to their last `: ` put into one."""
+    merged: dict[str, list[str]] = {}
+    for line in lines:
+        head, colon, rest = line.rpartition(": ")
+        merged.setdefault(head + colon, []).append(rest)
+    return [head + ", ".join(rest) for head, rest in merged.items()]
 
 
 def wrap(line: str, style: str) -> list[str]:
@@ -199,8 +212,14 @@ def _buffer_lines(doc: Mapping[str, Any], top: int) -> list[str]:
 
 
 def readable(name: str) -> str:
-    """Return `state_pure['optimizer']['mu']['layers'][0].value` as `state_pure.optimizer.mu.layers.0`."""
-    return name.removesuffix(".value").replace("']['", ".").replace("['", ".").replace("']", "")
+    """Return `state_pure['optimizer']['opt_state']['inner'][0]['mu']['base']['norm'].value` as `optimizer.mu.norm`.
+
+    What wraps a parameter's place (the adapter's base, optax's inner states) tells nothing; the JSON has it whole.
+    """
+    if "['" not in name or "/" in name:
+        return name
+    plain = name.removesuffix(".value").replace("']['", ".").replace("['", ".").replace("']", "")
+    return _PLUMBING.sub("", plain).removeprefix("state_pure.")
 
 
 def _middle(text: str, width: int) -> str:
@@ -229,7 +248,8 @@ def _verdict_line(doc: Mapping[str, Any]) -> str:
         return doc["verdict"]
     head = doc["headroom_bytes"]
     room = "" if head is None else f", {gib(abs(head))} {'to spare' if head >= 0 else 'too much'}"
-    return f"{doc['verdict']}: {gib(doc['peak_bytes'])} per JAX device in {doc['peak_kernel']}{room}"
+    bound = "" if all(kernel["status"] == "compiled" for kernel in doc["kernels"]) else "at least "
+    return f"{doc['verdict']}: {bound}{gib(doc['peak_bytes'])} per JAX device in {doc['peak_kernel']}{room}"
 
 
 # --- side by side -----------------------------------------------------------------------------------

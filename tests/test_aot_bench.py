@@ -471,6 +471,24 @@ def test_metadata_behind_a_kernels_own_lines_is_found():
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("state_pure['optimizer']['opt_state']['inner']['inner_states']['trainable']['inner_state'][0]['mu']['base']['wi'].value", "optimizer.mu.wi"),
+        ("state_pure['optimizer']['opt_state']['masters']['base']['a']['wi'].value", "optimizer.masters.a.wi"),
+        ("params['base']['decoder']['norm'].value", "params.decoder.norm"),
+        ("jit(f)/while/body/dot_general", "jit(f)/while/body/dot_general"), ("copy.945", "copy.945"),
+    ],
+)  # fmt: skip
+def test_a_parameters_place_is_readable(name, shown):
+    assert aot_report.readable(name) == shown
+
+
+def test_lines_that_begin_alike_are_merged():
+    lines = ["key dropped, unknown here: a=1 (x)", "other: thing", "key dropped, unknown here: b=2 (y)"]
+    assert aot_report._merged(lines) == ["key dropped, unknown here: a=1 (x), b=2 (y)", "other: thing"]
+
+
 def test_no_reports_no_buffers(tmp_path):
     assert aot_buffers.peak_buffers(str(tmp_path), "") == []
 
@@ -893,7 +911,11 @@ def test_the_text_of_a_compile_is_narrow_and_the_same_every_time(run, monkeypatc
     replay(monkeypatch, "dense_v5e")
     first, second = run(*DENSE)[1], run(*DENSE)[1]
     assert first == second and max(map(len, first.splitlines())) <= 80
-    assert "accumulated_grads.base.token_embedder.embedding" in first and "P(None, 'fsdp')" in first
+    assert (
+        "accumulated_grads.token_embedder.embedding" in first
+        and "optimizer.mu.token_embedder.embedding" in first
+        and "P(None, 'fsdp')" in first
+    )
     assert "loss and payload are tunix_standin's" in " ".join(first.split())
 
 
