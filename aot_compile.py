@@ -322,7 +322,8 @@ def describe_lowered(built: Built, lowered: Mapping[str, Any], arguments: Argume
     return {
         "event": "lowered", "seconds": seconds, "kernels": kernels, "resident": state_bytes(arguments),
         "mesh": {axis: size for axis, size in built.engine._mesh.shape.items() if size > 1},
-        "config": bench_report.config_document(built.config), "versions": bench_runtime.versions(),
+        "config": without_folder(bench_report.config_document(built.config), os.getcwd()),
+        "versions": bench_runtime.versions(),
         "runtime": "tunix" if bench_runtime.has_tunix_experimental() else "standin",
         "not_the_same_program": built.plan.job.not_the_same_program,
         "loss": {"reference_logps": built.plan.spec.with_ref_logps, "separate_logps_pass": needs_logps_pass(orch)},
@@ -332,6 +333,13 @@ def describe_lowered(built: Built, lowered: Mapping[str, Any], arguments: Argume
             "chunk_size": trainer.compute_logps_chunk_size,
         },
     }  # fmt: skip
+
+
+def without_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return a config whose paths in the child's temporary folder are relative: two runs have the same config."""
+    return {
+        key: value.replace(folder + os.sep, "") if isinstance(value, str) else value for key, value in config.items()
+    }
 
 
 def needs_logps_pass(orch: Any) -> bool:

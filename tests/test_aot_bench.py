@@ -837,6 +837,17 @@ def test_a_router_that_still_decides_is_refused():
         aot_compile.check_routing("fwd_bwd", "chlo.top_k chlo.top_k", routed)
 
 
+def test_a_config_has_no_path_of_the_child():
+    import aot_compile
+
+    config = {"metrics_dir": "/tmp/x1/update/out/metrics/", "steps": 3, "tokenizer_path": "gs://b/t"}
+    assert aot_compile.without_folder(config, "/tmp/x1/update") == {
+        "metrics_dir": "out/metrics/",
+        "steps": 3,
+        "tokenizer_path": "gs://b/t",
+    }
+
+
 @pytest.mark.parametrize(
     ("orch", "expected"),
     [(ORCH, False), (ORCH + " --no-use_rollout_logps --num_iterations=2", False), (ORCH + " --num_iterations=2", True),
