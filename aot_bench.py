@@ -338,7 +338,7 @@ def make_document(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def _load(path: str) -> Any:
     try:
         return json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"not JSON: {error}", where=shown_name(path), todo="give what a --json run wrote") from error
 
 

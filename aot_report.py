@@ -6,6 +6,7 @@ null is unknown. Standard library only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -264,7 +265,16 @@ def check_document(doc: Any, where: str) -> dict[str, Any]:
     kernels = doc.get("kernels") if isinstance(doc, dict) and doc.get("schema") == SCHEMA else None
     if not isinstance(kernels, list) or not all(isinstance(one, dict) and "name" in one for one in kernels):
         raise BenchError(f"no {SCHEMA} document", where=where, todo="give what aot_bench --json wrote")
+    sizes = [kernel.get(field) for kernel in kernels for field in ("temp_bytes", "peak_bytes", "total_bytes")]
+    known = isinstance(doc.get("config") or {}, dict) and doc.get("fits") in (True, False, None)
+    if not known or not all(size is None or (isinstance(size, int) and size >= 0) for size in sizes):
+        raise BenchError(f"a damaged {SCHEMA} document", where=where, todo="give what aot_bench --json wrote")
     return doc
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a JSON value is a number of bytes above zero."""
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def measured_document(doc: Mapping[str, Any], result: Any, where: str) -> dict[str, Any]:
@@ -275,11 +285,13 @@ def measured_document(doc: Mapping[str, Any], result: Any, where: str) -> dict[s
     """
     if not isinstance(result, dict) or not str(result.get("schema", "")).startswith("trainer-bench/"):
         raise BenchError("no trainer-bench document", where=where, todo="give the driver's --out")
-    memory = result.get("memory") or {}
-    peak = memory.get("peak_bytes_max")
-    if not isinstance(peak, int | float) or peak <= 0:
+    memory = result.get("memory")
+    memory = memory if isinstance(memory, dict) else {}
+    peak, rows = memory.get("peak_bytes_max"), memory.get("devices")
+    if not _is_size(peak):
         raise BenchError("that run reported no peak memory", where=where, todo="give one that ran on a TPU")
-    limits = [row["limit_bytes"] for row in memory.get("devices") or () if row.get("limit_bytes")]
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    limits = [row["limit_bytes"] for row in rows if _is_size(row.get("limit_bytes"))]
     predicted = doc["peak_bytes"]
     return {"peak_bytes": peak, "limit_bytes": min(limits, default=None), "predicted_bytes": predicted,
             "predicted_over_measured": predicted / peak if predicted else None}  # fmt: skip
