@@ -41,7 +41,7 @@ WARMUP = 3  # steps of each before the first that counts: compiles, and what the
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="of each loop (default: 30)")
+    parser.add_argument("--steps", type=int, default=40, help="of each loop (default: 40)")
     parser.add_argument("--json", action="store_true", help="write one JSON document")
     return parser
 

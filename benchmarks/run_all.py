@@ -121,7 +121,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "render_start": Benchmark(render_rows, (), ("--runs", "40")),
     "diffs": Benchmark(diff_rows, (), ("--big", "--repeats", "5")),
-    "hlo_parse": Benchmark(hlo_rows, ("--size", "20"), ()),
+    "hlo_parse": Benchmark(hlo_rows, (), ("--rounds", "5")),
     "payload_build": Benchmark(payload_rows, (), ("--rows", "64")),
     "driver_overhead": Benchmark(driver_rows, (), ("--steps", "60")),
     "aot_vs_maxtext": Benchmark(aot_rows, None, ("--repeats", "2")),
