@@ -34,6 +34,7 @@ import os
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -269,22 +270,31 @@ def verdict(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return a report as text, at most 80 columns but for names longer than that."""
-    lines = []
+    """Return a report as text of at most 80 columns."""
+    lines: list[str] = []
     if report["kind"] == "audit":
-        lines = [f"{'noticed' if row['noticed'] else 'MISSED':<8}{row['check']}: {row['done']}\n        by {row['by']}"
-                 for row in report["rows"]]  # fmt: skip
+        for row in report["rows"]:
+            lines += _wrapped("noticed" if row["noticed"] else "MISSED", f"{row['check']}: {row['done']}")
+            lines += _wrapped("", f"by {row['by']}")
     else:
         reasons: dict[str, int] = {}
         for row in report["rows"]:
             note = reasons.setdefault(row["why"], len(reasons) + 1)
-            number = f"{_number(row['value'])} {row['limit']} {row['unit']}".strip() if row["value"] is not None else ""
-            lines.append(f"{row['status']:<12}{row['check']}: {row['what']}\n{'':12}{number} [{note}]")
-        lines += [f"[{note}] {why}" for why, note in reasons.items()]
-    lines += report.get("table", [])
+            known = row["value"] is not None
+            number = [_number(row["value"]), row["limit"], row["unit"]] if known else []
+            lines += _wrapped(row["status"], f"{row['check']}: {row['what']}")
+            lines += _wrapped("", " ".join(filter(None, [*number, f"[{note}]"])))
+        for why, note in reasons.items():
+            lines += textwrap.wrap(f"[{note}] {why}", 80, subsequent_indent=" " * 5)
+    for line in report.get("table", []):
+        lines += [line] if len(line) <= 80 else textwrap.wrap(line, 80, subsequent_indent="    ")
     counts = [row for row in report["rows"] if row.get("status") == "known limit"]
     limits = f"; {len(counts)} known limits of the installed MaxText" if counts else ""
     return "\n".join([*lines, f"verdict: {report['verdict']} ({len(report['rows'])} rows{limits})"]) + "\n"
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, 80, initial_indent=f"{head:<12}", subsequent_indent=" " * 12)
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
@@ -312,7 +322,7 @@ WRITERS = {"text": as_text, "markdown": as_markdown, "json": dump_json}
 def _listing(checks: Mapping[str, Any]) -> str:
     lines = []
     for check in checks.values():
-        lines.append(f"{check.name}: {check.doc}")
+        lines += textwrap.wrap(f"{check.name}: {check.doc}", 80, subsequent_indent="    ")
         lines += [f"    --audit: {what}" for what in check.faults.values()]
     return "\n".join(lines) + "\n"
 

@@ -153,7 +153,7 @@ def run_setting(lab: Any, changes: Sequence[str], draw: int | None = None, spoil
     used = model.which_experts(free, params)[rows]
     trainer = lab.trainer(model)
     with model.context():
-        trained = trainer.train(given, updates=2, change=change)
+        trained = trainer.train(given, updates=2, change=change, from_zero=True)
     moved = {name: reorder(values, back) - trainer.weights[name] for name, values in trained.weights.items()}
     scored, real = batches[0]["completion_mask"] > 0, batches[0]["segment_ids"][:, :-1] > 0
     grads = {name: reorder(values, back) for name, values in trained.grads.items()}

@@ -293,12 +293,15 @@ class Trainer:
         self.weights = full_weights(self.engine.state)  # that every `train` starts from
 
     def train(
-        self, batches: Sequence[Mapping[str, Any]], updates: int = 1, change: Callable[[Any], Any] | None = None
-    ) -> Trained:
+        self, batches: Sequence[Mapping[str, Any]], updates: int = 1, change: Callable[[Any], Any] | None = None,
+        from_zero: bool = False,
+    ) -> Trained:  # fmt: skip
         """Run fwd_bwd on each micro-batch and an update, as often as asked, and go back to the start.
 
         Args:
           change: maps each array of the train state (weights, masters, moments) before the first micro-batch.
+          from_zero: begin with gradients of zero, so that all micro-batches take the accumulating kernel and the one
+            that a first micro-batch takes need not be compiled; 0 + g is g.
         """
         import jax
 
@@ -307,6 +310,8 @@ class Trainer:
             self._set(jax.tree.map(change, self._start))
         first: list[Any] = []
         for _ in range(updates):
+            if from_zero:
+                self._begin_with_zero()
             for batch in batches:
                 engine.fwd_bwd(payload_of(batch))
             sums = flat(engine._accumulated_grads), float(engine._accumulated_denominator)
@@ -317,6 +322,16 @@ class Trainer:
         engine.train_step = 0
         loss, grads, denominator = first[0]
         return Trained(np.asarray(loss.unreduced_sum) / np.asarray(loss.denominator), denominator, grads, weights)
+
+    def _begin_with_zero(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        engine = self.engine
+        engine._accumulated_grads = jax.tree.map(
+            lambda leaf: jax.device_put(jnp.zeros(leaf.shape, engine._config.grad_dtype), leaf.sharding),
+            engine._params_pure)  # fmt: skip
+        engine._accumulated_denominator = jnp.float32(0)
 
     def _set(self, state: Any) -> None:
         """Put a train state into the engine; it is copied, because an update gives its arrays away."""

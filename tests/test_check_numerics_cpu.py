@@ -199,7 +199,7 @@ def test_a_report_in_text(stub, capsys):
     assert out == (
         "pass        payload: a thing\n            1 <= 64 ulps [1]\n"
         "FAIL        payload: another\n            99.5 <= 64 ulps [1]\n"
-        "known limit payload: a third\n             [2]\n"
+        "known limit payload: a third\n            [2]\n"
         "[1] rounding\n[2] not in this version\n"
         "verdict: differs (3 rows; 1 known limits of the installed MaxText)\n"
     )
@@ -228,7 +228,7 @@ def test_markdown(stub, capsys):
 
 def test_a_check_that_does_not_notice_its_fault_fails_the_audit(stub, capsys):
     assert stub([PASS], noticing=[PASS], argv=["--audit"]) == 1
-    assert capsys.readouterr().out.startswith("MISSED  payload: something is broken\n        by nothing\n")
+    assert capsys.readouterr().out.startswith("MISSED      payload: something is broken\n            by nothing\n")
     assert stub([PASS], noticing=[FAIL], argv=["--audit"]) == 0
     assert "by another: 99.5 ulps, limit <= 64" in capsys.readouterr().out
 
@@ -422,7 +422,7 @@ def test_a_real_run_through_main(lab, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "pass        payload: fullest shard over balanced, 40 layers, worst" in out and "for 1.3000\n" in out
     assert "pass        routing: tokens that used other experts than forced\n            0 <= 0 share" in out
-    assert out.splitlines()[-1].startswith("verdict: pass (")
+    assert out.splitlines()[-1].startswith("verdict: pass (") and max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.slow
