@@ -270,9 +270,10 @@ def _against_tunix(lab: Any) -> list[Finding]:
 
     import bench_runtime
 
-    version = bench_runtime.package_version("google-tunix")
-    if version is None:
-        return [Finding("google-tunix", None, "", "", "not installed: compared with the independent loss only")]
+    if not bench_runtime.installed("tunix.rl"):
+        return [Finding("Tunix's own loss", None, "", "", "not installed: compared with the independent loss only")]
+    revision, version = bench_runtime.git_revision("tunix"), bench_runtime.package_version("google-tunix")
+    tunix = f"Tunix {revision[:9]}" if revision else f"google-tunix {version}"
     from tunix.rl import algo_core, common
 
     found = []
@@ -292,8 +293,8 @@ def _against_tunix(lab: Any) -> list[Finding]:
         total, weight, gradient = _ours(logits, batch, options, lab.pad_id)
         apart = float(np.abs(np.asarray(jax.tree.leaves(slope)[0]) * weight - gradient).max() / np.abs(gradient).max())
         found += [
-            at_most(f"google-tunix {version}, {name}: loss", abs(float(theirs) - total / weight), 1e-5, "", WHY_SUM),
-            at_most(f"google-tunix {version}, {name}: gradient", apart, 1e-4, "of the largest", WHY_SUM),
+            at_most(f"{tunix}, {name}: loss", abs(float(theirs) - total / weight), 1e-5, "", WHY_SUM),
+            at_most(f"{tunix}, {name}: gradient", apart, 1e-4, "of the largest", WHY_SUM),
         ]
     return found
 
