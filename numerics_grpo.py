@@ -272,8 +272,9 @@ def _against_tunix(lab: Any) -> list[Finding]:
 
     if not bench_runtime.installed("tunix.rl"):
         return [Finding("Tunix's own loss", None, "", "", "not installed: compared with the independent loss only")]
-    revision, version = bench_runtime.git_revision("tunix"), bench_runtime.package_version("google-tunix")
-    tunix = f"Tunix {revision[:9]}" if revision else f"google-tunix {version}"
+    tunix = f"google-tunix {bench_runtime.package_version('google-tunix')}"
+    if bench_runtime.has_tunix_experimental():
+        tunix = f"Tunix from git {(bench_runtime.git_revision('tunix') or '')[:9]}".strip()
     from tunix.rl import algo_core, common
 
     found = []
