@@ -27,7 +27,7 @@ ORDER = ("fwd_bwd", "fwd_bwd_accum", "update")  # in which MaxText's engine comp
 _PREFIX = r"^[^\n]{0,160}?"  # glog, ray or a pod's name in front of what was printed
 _HEADER = re.compile(_PREFIX + r"--- (\w+) ---\s*$", re.MULTILINE)
 _COST = re.compile(r"Cost analysis: (.*)")
-_MEMORY = re.compile(r"CompiledMemoryStats\(([^)]*)\)")
+_MEMORY = re.compile(r"CompiledMemoryStats\(([^()]*)\)")
 _FIELD = re.compile(r"(\w+)=(-?\d+)")
 _TOTAL = re.compile(r"Total (?:estimated )?memory size: [\d.]+ GB,[^\n]*")
 _PART = re.compile(r"(Output|Temp|Argument|Host temp) size: ([\d.]+) GB")

@@ -76,7 +76,7 @@ def read_size(text: str | None) -> int | None:
         return None
     try:
         return round(float(match[1].replace(",", "")) * _UNITS[match[2] or ""])
-    except ValueError:
+    except (ValueError, OverflowError):  # a number of hundreds of digits is no size
         return None
 
 
