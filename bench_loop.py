@@ -92,8 +92,8 @@ def run_step(
         which, last = (index * run.count + i) % len(payloads), i == run.count - 1
         if run.plan.logps_pass:
             timed("per_token_logps", program.per_token_logps, run.batches[which], orch.temperature, pad_id)
-        if i == 0 and staged is not None and staged.ready:
-            timed("fwd_bwd (staged)", staged.fwd_bwd, last)
+        if staged is not None:
+            timed("fwd_bwd (staged)" if staged.ready else "fwd_bwd", staged.fwd_bwd, last, payloads[which])
         else:
             timed("fwd_bwd", program.fwd_bwd, payloads[which], last)
     if staged is not None:
