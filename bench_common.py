@@ -32,16 +32,24 @@ class BenchError(Exception):
 
 
 def run_tool(tool: str, body: Callable[[], int]) -> int:
-    """Run a tool's body; a BenchError becomes one line on stderr and exit code 2.
+    """Run a tool's body; a BenchError or a package that is not installed becomes one line on stderr and exit code 2.
 
     Any other exception is a defect of ours and keeps its traceback. A closed stdout (`| head`)
     never raises here, because data is written by `emit`.
     """
     try:
         return body()
+    except ModuleNotFoundError as error:
+        complain(tool, str(missing_package(error)))
     except BenchError as error:
         complain(tool, str(error))
-        return EXIT_CANNOT
+    return EXIT_CANNOT
+
+
+def missing_package(error: ModuleNotFoundError) -> BenchError:
+    """Return what to tell somebody whose environment lacks a package, as the light installation lacks numpy and JAX."""
+    todo = "pip install 'rl-trainer-bench[cpu]', or [aot] for aot_bench"
+    return BenchError(f"the Python package {error.name} is not installed here", todo=todo)
 
 
 def complain(tool: str, message: str) -> None:

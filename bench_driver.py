@@ -36,11 +36,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import bench_config
-import bench_payload
 import bench_report
 import bench_runtime
 import bench_stats
-from bench_common import EXIT_CANNOT, EXIT_DIFFERENT, EXIT_OK, BenchError, complain, emit, run_tool, write_whole
+from bench_common import (
+    EXIT_CANNOT,
+    EXIT_DIFFERENT,
+    EXIT_OK,
+    BenchError,
+    complain,
+    emit,
+    missing_package,
+    run_tool,
+    write_whole,
+)
 from bench_faults import Interrupted, Watch, is_out_of_memory
 from bench_loop import Run, drive, say
 from bench_plan import OutOfTolerance, Plan, count_sequences, make_micro_batches, mesh_product, plan_launch
@@ -231,6 +240,8 @@ def fill_sampler_logps(run: Run) -> None:
         or orch.sampler_is or orch.sampler_rs  # fmt: skip
     if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic" or run.options.replay:
         return
+    import bench_payload
+
     say(f"one forward pass over {len(run.batches)} micro-batches for the sampler's log-probs")
     for i, batch in enumerate(run.batches):
         logps = run.program.per_token_logps(batch, orch.temperature, run.plan.job.pad_id)
@@ -296,6 +307,8 @@ def _rates(run: Run) -> dict[str, Any]:
 
 
 def _batch_document(run: Run) -> dict[str, Any]:
+    import bench_payload
+
     plan, batches = run.plan, run.batches
     real = None
     if batches and run.count:
@@ -345,6 +358,8 @@ def write_result(run: Run) -> dict[str, Any]:
 
 def payload_only(options: argparse.Namespace) -> int:
     """Build and describe the first micro-batch, and write it where asked."""
+    import bench_payload
+
     check_outputs(options)
     plan = plan_run(options)
     try:
@@ -363,6 +378,8 @@ def payload_only(options: argparse.Namespace) -> int:
 
 def describe_payload(batch: Mapping[str, Any], plan: Plan, load: dict[str, Any] | None) -> None:
     """Say what a micro-batch holds."""
+    import bench_payload
+
     slots = plan.batch.slots
     real = bench_payload.real_tokens(batch)
     share = bench_payload.gradient_share(batch)
@@ -374,6 +391,8 @@ def describe_payload(batch: Mapping[str, Any], plan: Plan, load: dict[str, Any] 
 
 def execute(run: Run, watch: Watch) -> None:
     """Plan, build, and drive a run; fills it."""
+    import bench_payload
+
     options = run.options
     set_up_platform(options)
     if not options.cpu_smoke or "maxtext" not in sys.modules:
@@ -438,6 +457,8 @@ def _guarded(run: Run, watch: Watch) -> int:
         return EXIT_DIFFERENT
     except BenchError as error:
         run.status, run.error = "failed", str(error)
+    except ModuleNotFoundError as error:
+        run.status, run.error = "failed", str(missing_package(error))
     except Exception as error:
         if is_out_of_memory(error):
             run.status = "out_of_memory"

@@ -1,7 +1,8 @@
 """A launch made ready to run: from two argv and an environment to config, batch, payload and routing.
 
 What the driver, the AOT check and the numerics check have in common, so that the three look at one program.
-Nothing here touches a device, and nothing imports JAX.
+Nothing here touches a device, and nothing imports JAX; numpy is imported where a plan is made, so that `--help` works
+without it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bench_config
-import bench_payload
-import bench_routing
 import bench_runtime
 from bench_common import BenchError
 from bench_runtime import Job
+
+if TYPE_CHECKING:
+    import bench_payload
+    import bench_routing
 
 
 class OutOfTolerance(BenchError):
@@ -69,6 +72,9 @@ def plan_launch(
     Raises:
       BenchError: flags, batch, routing or keys that cannot be run, in one line.
     """
+    import bench_payload
+    import bench_routing
+
     trainer, orch = bench_config.parse_trainer_argv(trainer_argv), bench_config.parse_orch_argv(orch_argv)
     shrunk: list[bench_config.Shrunk] = []
     if cpu_smoke:
@@ -113,6 +119,9 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
       OutOfTolerance: the routing load misses its target.
       BenchError: no token carries gradient, or --replay does not fit the launch.
     """
+    import bench_payload
+    import bench_routing
+
     if options.replay:
         first = bench_payload.load_npz(options.replay, plan.spec)
     else:
@@ -134,6 +143,8 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
 
 
 def _check_load(table: bench_routing.LoadTable) -> None:
+    import bench_routing
+
     try:
         bench_routing.check_load(table)
     except BenchError as error:

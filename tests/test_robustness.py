@@ -8,6 +8,7 @@ Time is bounded as processor time of this process (ITIMER_PROF), so that a busy 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -95,8 +96,6 @@ TOOLS = {
 }
 LIGHT = {"render_bench": ["yaml"], "diff_render": ["yaml"], "diff_config": ["yaml"], "hlo_overlap": []}
 ACCELERATED = ("jax", "jaxlib", "maxtext", "tunix", "flax", "optax", "libtpu")
-HERE = [tool for tool in TOOLS if (ROOT / f"{tool}.py").exists()]
-ALL_READERS = [name for name, reader in READERS.items() if reader.tool in HERE]
 
 
 @pytest.fixture(autouse=True)
@@ -192,12 +191,12 @@ def test_every_tool_is_here():
 # --- input ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_missing_file(read, tmp_path, name):
     refused(READERS[name].tool, read(name, tmp_path / "missing"), "missing: ")
 
 
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_directory(read, tmp_path, name):
     refused(READERS[name].tool, read(name, tmp_path), str(tmp_path))
 
@@ -214,13 +213,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_not_what_it_reads(read, name, kind):
     refused(READERS[name].tool, read(name, BAD[kind]))
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in ALL_READERS if "bench_driver" not in name and "check_numerics_cpu," not in name]
+    "name", [name for name in READERS if "bench_driver" not in name and "check_numerics_cpu," not in name]
 )
 def test_nothing_on_stdin(run, monkeypatch, name):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
@@ -242,7 +241,7 @@ def good(name: str, numerics: Path, tmp_path: Path, run) -> bytes:
     return READERS[name].good
 
 
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_truncated_input(read, run, numerics, tmp_path, name):
     """Cut anywhere: an answer or a refusal; what was cut in its middle is never a silent 0 for JSON and archives."""
     whole = good(name, numerics, tmp_path, run)
@@ -280,7 +279,7 @@ HUGE_LINES = [
 ]
 
 
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_huge_line(read, name):
     refused(READERS[name].tool, read(name, b"x" * 4_000_000))
 
@@ -291,7 +290,7 @@ FORMATS = ("render_bench", "diff_render, A", "diff_render, allowed", "diff_confi
            "bench_driver, lengths")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_READERS if name in FORMATS])
+@pytest.mark.parametrize("name", [name for name in READERS if name in FORMATS])
 def test_long_lines_of_what_nests(read, name):
     """Fifty kilobytes of one opening after the other: no recursion error, no quadratic time."""
     for part in HUGE_LINES:
@@ -300,7 +299,7 @@ def test_long_lines_of_what_nests(read, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", HUGE_LINES)
-@pytest.mark.parametrize("name", ALL_READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_huge_line_of_what_nests(read, name, part):
     answered_or_refused(READERS[name].tool, read(name, part.encode() * (10_000_000 // len(part))))
 
@@ -340,11 +339,11 @@ TRAPS = {
 @pytest.mark.parametrize("trap", TRAPS)
 def test_traps(read, trap):
     """Inputs that readers of YAML, JSON and Python values are known to trip over, for every reader."""
-    for name in ALL_READERS:
+    for name in READERS:
         answered_or_refused(READERS[name].tool, read(name, TRAPS[trap]))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_READERS if READERS[name].tool not in STARTS_AN_ENGINE])
+@pytest.mark.parametrize("name", [name for name in READERS if READERS[name].tool not in STARTS_AN_ENGINE])
 def test_the_good_inputs_are_good(read, run, numerics, tmp_path, name):
     """Else the tests above would refuse for another reason."""
     code, out, err = read(name, good(name, numerics, tmp_path, run))
@@ -406,7 +405,7 @@ def fuzz(read, name: str, seeds: range) -> None:
             raise AssertionError(f"{name}: seed {seed}") from error
 
 
-FUZZ_HERE = [name for name in FUZZED if READERS[name].tool in HERE]
+FUZZ_HERE = [name for name in FUZZED if READERS[name].tool in TOOLS]
 
 
 @pytest.mark.parametrize("name", FUZZ_HERE)
@@ -430,7 +429,7 @@ WRITERS = {
     "bench_driver --steps-file": ("bench_driver", ["--steps=1", "--steps-file={}"]),
     "aot_bench --out": ("aot_bench", [*TOOLS["aot_bench"], "--out={}"]),
 }
-WRITERS_HERE = [name for name, (tool, _) in WRITERS.items() if tool in HERE]
+WRITERS_HERE = [name for name, (tool, _) in WRITERS.items() if tool in TOOLS]
 
 
 @pytest.fixture
@@ -493,7 +492,7 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, err
 
 
-@pytest.mark.parametrize("tool", HERE)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_closed_pipe_is_quiet_and_the_verdict_still_counts(run, numerics, tool):
     """A pipe whose reader has gone before the first byte: harsher than `| head -1`, and the same each time."""
     code, out, err = run(tool, TOOLS[tool])
@@ -505,7 +504,7 @@ def test_closed_pipe_is_quiet_and_the_verdict_still_counts(run, numerics, tool):
     assert ended(process) == (code, err)
 
 
-@pytest.mark.parametrize("tool", HERE)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_full_stdout_is_one_line_and_exit_2(run, numerics, tool):
     notes = run(tool, TOOLS[tool])[2].splitlines(keepends=True)
     with open("/dev/full", "w") as full:
@@ -519,7 +518,7 @@ def test_full_stdout_is_one_line_and_exit_2(run, numerics, tool):
 
 
 @pytest.mark.parametrize("option", ["--no-such-option", "--no-such=1", "-Z"])
-@pytest.mark.parametrize("tool", HERE)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_unknown_option(capsys, tool, option):
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(tool).main([*TOOLS[tool], option])
@@ -528,7 +527,7 @@ def test_unknown_option(capsys, tool, option):
     assert err.splitlines()[-1].startswith(f"{tool}: error: ") and option.partition("=")[0] in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("tool", HERE)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_help_names_exit_codes_and_two_examples(capsys, tool):
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(tool).main(["--help"])
@@ -555,7 +554,28 @@ def test_light_tools_run_with_their_declared_dependencies_alone(run, numerics, t
             assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
 
-@pytest.mark.parametrize("tool", HERE)
+ENGINE_TOOLS = {
+    "bench_driver": ["--cpu-smoke"],
+    "aot_bench": [f"--launch-render={TINY}"],
+    "check_numerics_cpu": ["--only=payload"],
+}
+
+
+@pytest.mark.parametrize("tool", ENGINE_TOOLS)
+def test_engine_tools_name_what_the_light_installation_lacks(tmp_path, tool):
+    """`pip install .` brings all seven commands and PyYAML alone: help is there, and what is missing is one line."""
+    (tmp_path / "yaml").symlink_to(Path(importlib.import_module("yaml").__file__).parent)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), **driver_environment("launch_tiny")}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
+    done = run([sys.executable, "-S", str(ROOT / f"{tool}.py"), "--help"])
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+    done = run([sys.executable, "-S", str(ROOT / f"{tool}.py"), *ENGINE_TOOLS[tool]])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(rf"{tool}: .*(MaxText|numpy|jax) is not installed here; .*install.*", last)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_help_imports_no_accelerator_package(tool):
     code = (
         "import runpy, sys\n"
