@@ -132,9 +132,57 @@ def test_terminal_wrapping_changes_nothing(files, prefix, width):
     assert values_of(*files(wrapped + "\ntraining starts\n")) == [values]
 
 
-def test_value_of_several_lines_between_two_keys(files):
-    text = log({"a": "1"}) + f"{GLOG}Config param chat_template: one\ntwo\n" + log({"d": "2"}) + "bare line\n"
-    assert values_of(*files(text)) == [{"a": "1", "chat_template": "one\ntwo", "d": "2"}]
+@pytest.mark.parametrize(
+    ("before", "prefix", "value"),
+    [
+        ("1", GLOG, "onetwo"),  # the longest line: a terminal of that width wrapped it
+        ("1" * 99, GLOG, "one\ntwo"),  # no terminal did: a longer line stands whole
+        ("1", "", "one"),  # too short a line for a terminal's, and nothing tells a value from what others print
+    ],
+)
+def test_lines_between_two_keys(files, before, prefix, value):
+    text = log({"a": before}, prefix) + f"{prefix}Config param chat_template: one\ntwo\n" + log({"d": "2"}, prefix)
+    path = files(text + "bare line\n")[0]
+    assert values_of(path) == [{"a": before, "chat_template": value, "d": "2"}]
+    notes = config_log.read_configs(path).notes
+    assert notes == ([] if prefix else [f"{path}:2: what follows this key is taken for no part of its value"])
+
+
+@pytest.mark.parametrize("prefix", ["# ", "    ", "[rank0]: ", "main-1  | ", "[pod/p/main] ", "(pid=7) "])
+def test_every_line_of_a_wrapped_value_may_carry_the_prefix(files, prefix):
+    lines = ["Config param axes: ['data', 'fs", "dp', 'stage'", "]", "Config param b: 1"]
+    text = "".join(f"{prefix}{line}\n" for line in lines)
+    assert values_of(*files(text)) == [{"axes": "['data', 'fsdp', 'stage']", "b": "1"}]
+
+
+def test_a_log_line_of_the_same_process_is_no_part_of_a_value(files):
+    """The logger's own prefix, to the letter, before a line that would close the bracket."""
+    prefix = "[rank0]: INFO:maxtext.configs.pyconfig:"
+    text = log({"a": "[1, 2", "b": "3"}, prefix) + f"{prefix}3]\n"
+    assert values_of(*files(text.replace("[1, 2\n", f"[1, 2\n{prefix}3]\n"))) == [{"a": "[1, 2", "b": "3"}]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.integers(2, 4), st.integers(0, 2**32))
+def test_wrapped_values_of_interleaved_processes_come_apart(count, seed):
+    """The lines of a wrapped value follow each other in their process only; others write in between."""
+    shuffle = random.Random(seed)
+    configs = [
+        BASE | {"mesh_axes": f"['data', 'fsdp', '{i}']", "path": f"gs://bucket/{'x' * 60}{i}"} for i in range(count)
+    ]
+    queues = [
+        [
+            f"[pod/p{i}/main] {line[at : at + 50]}\n"
+            for line in log(config, "").splitlines()
+            for at in range(0, len(line), 50)
+        ]
+        for i, config in enumerate(configs)
+    ]
+    lines = []
+    while any(queues):
+        lines.append(shuffle.choice([queue for queue in queues if queue]).pop(0))
+    (blocks,) = config_log._read(io.BytesIO("".join(lines).encode()), "x").rounds
+    assert {block.process: block.values for block in blocks} == {f"pod/p{i}/main": c for i, c in enumerate(configs)}
 
 
 def test_an_unclosed_bracket_does_not_swallow_the_log(files):
@@ -147,6 +195,23 @@ def test_blocks_of_one_process_in_turn(files):
     rounds = config_log.read_configs(files(text)[0]).rounds
     assert [len(blocks) for blocks in rounds] == [1, 1]
     assert [blocks[0].values["remat_policy"] for blocks in rounds] == ["custom", "full"]
+
+
+UNSORTED = ["remat_policy", "adam_b1", "run_name", "num_experts", "dataset_name"]
+
+
+@pytest.mark.parametrize("prefixes", [[GLOG], list(PREFIXES.values())], ids=["one prefix", "every prefix"])
+def test_picked_lines_are_one_configuration(files, prefixes):
+    """A few lines that somebody picked, in any order and from any stream: no key twice, so one configuration."""
+    lines = [f"{prefixes[i % len(prefixes)]}Config param {key}: {BASE[key]}\n" for i, key in enumerate(UNSORTED)]
+    assert values_of(*files("".join(lines))) == [{key: BASE[key] for key in UNSORTED}]
+
+
+def test_json_lines(files):
+    """A log as Cloud Logging or a container runtime writes it: one JSON object a line."""
+    cloud = [json.dumps({"severity": "INFO", "message": f"Config param {k}: {v}", "time": 1}) for k, v in BASE.items()]
+    docker = [json.dumps({"log": GLOG + f"Config param {k}: {v}\n", "stream": "stderr"}) for k, v in BASE.items()]
+    assert [values_of(path) for path in files("\n".join(cloud), "\n".join(docker))] == [[BASE], [BASE]]
 
 
 def test_interleaved_processes_come_apart():
@@ -184,7 +249,7 @@ def test_reads_a_bench_result_and_key_values(files):
     config = {"a": 1, "b": True, "c": None, "d": ["x", 2.5], "e": "text", "hf_access_token": "***"}
     result = json.dumps({"schema": "trainer-bench/1", "config": config})
     output = f"[TrainerBench] step 1: 3.2 s\n{result}\n"
-    lines = "# asked\n\na=1\nb=True c=None\nd=['x', 2.5]\ne=text\n"
+    lines = "# asked\n\na = 1\nb=True c=None\nexport d=['x', 2.5]\ne=\"text\"\n"
     expected = {"a": "1", "b": "True", "c": "None", "d": "['x', 2.5]", "e": "text"}
     assert [values_of(path) for path in files(result, output, lines)] == [[expected]] * 3
 
@@ -389,7 +454,7 @@ def test_block_chooses_the_configuration(run, run_json, files):
 
 
 def test_a_fragment_after_the_configuration_is_noted(run, files):
-    code, _, err = run(*files(log(BASE) + log({"a": "1"}), log({"a": "1"})))
+    code, _, err = run(*files(log(BASE) + log({"adam_b1": "1"}), log({"adam_b1": "1"})))
     assert code == 0 and "configuration 2 has 1 keys, another has 10" in err
 
 
