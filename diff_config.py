@@ -37,7 +37,7 @@ from typing import Any
 from allow_list import AllowList, load_allow_list
 from bench_common import EXIT_DIFFERENT, EXIT_OK, BenchError, complain, dump_json, emit, mask, run_tool
 from config_keys import DERIVED, GROUPS, NOT_VOLATILE, VOLATILE, any_glob, group_of, meaning, same_value
-from config_log import Block, ConfigLog, read_configs
+from config_log import NEVER_LOGGED, Block, ConfigLog, read_configs
 
 TOOL = "diff_config"
 SCHEMA = "diff-config/1"
@@ -61,6 +61,7 @@ class Comparison:
 
 
 LISTS = ("changed", "only_a", "only_b", "derived", "volatile", "spelling", "disagreements", "asked")
+STATUSES = ("unknown", "lost", "overridden")  # of what was asked for
 COUNTING = ("changed", "only_a", "only_b", "derived", "disagreements", "asked")  # these make the answer "different"
 
 
@@ -99,22 +100,23 @@ def compare(a: dict[str, str], b: dict[str, str], rules: Rules, into: Comparison
             entry["b"] = shown_value(key, right)
         if block is not None:
             entry["block"] = block
-        where, kind = into.changed, "changed"
-        if rules.volatile(key):
-            into.volatile.append(entry)
-            continue
-        if left is None or right is None:
-            where, kind = (into.only_b, "only_b") if left is None else (into.only_a, "only_a")
-        elif same_value(left, right):
-            into.spelling.append(entry)
-            continue
-        elif rules.derived(key):
-            where, kind = into.derived, "derived"
+        kind = _kind(key, left, right, rules)
         entry["allowed"] = rules.allow(key, kind, left, right)
-        where.append(entry)
+        getattr(into, kind).append(entry)
     order = {name: index for index, (name, _) in enumerate(GROUPS)}
     for items in (into.changed, into.only_a, into.only_b):
         items.sort(key=lambda item: (item.get("block", 0), order[item["group"]], item["key"]))
+
+
+def _kind(key: str, left: str | None, right: str | None, rules: Rules) -> str:
+    """Return the list in which a key belongs whose texts differ; None stands for a key that is not there."""
+    if rules.volatile(key):
+        return "volatile"
+    if left is None or right is None:
+        return "only_b" if left is None else "only_a"
+    if same_value(left, right):
+        return "spelling"
+    return "derived" if rules.derived(key) else "changed"
 
 
 _NESTED_SECRET = re.compile(r"(['\"])([\w-]+)\1: (['\"])(.*?)(?<!\\)\3")
@@ -144,7 +146,7 @@ def disagreements(log: ConfigLog, name: str, chosen: list[int], rules: Rules, in
                     {"value": None if value is None else shown_value(key, value), "processes": names}
                     for value, names in by_value.items()
                 ]
-                allowed = rules.allow(key, "disagreement", None, None)
+                allowed = rules.allow(key, "disagreements", None, None)
                 entry = {"key": key, "file": name, "block": index + 1, "values": values, "allowed": allowed}
                 into.disagreements.append(entry)
 
@@ -248,7 +250,7 @@ def check_asked(asked: list[Asked], values: dict[str, str], name: str, rules: Ru
             problems = [(winner, "lost", "")]
         else:
             problems = [(o, "overridden", winner.source) for o in options[:-1] if not same_value(o.value, winner.value)]
-        for option, status, by in problems:
+        for option, status, by in problems if key not in NEVER_LOGGED else ():
             entry: dict[str, Any] = {
                 "key": key, "file": name, "status": status, "asked": shown_value(key, option.value),
                 "source": option.source, "effective": None if found is None else shown_value(key, found),
@@ -398,15 +400,20 @@ def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def choose(log: ConfigLog, block: str) -> list[int]:
+def choose(log: ConfigLog, block: str, most: int) -> list[int]:
     """Return the indexes of the configurations that --block names.
+
+    Args:
+      log: one that holds a single configuration offers no choice: it is the one compared.
+      block: `last`, `all` or a number from 1.
+      most: configurations in the log that has most of them; no number beyond it is right.
 
     Raises:
       BenchError: the log has fewer.
     """
     if block == "all":
         return list(range(len(log.rounds)))
-    if block == "last":
+    if block == "last" or (len(log.rounds) == 1 and int(block) <= most):
         return [len(log.rounds) - 1]
     number = int(block)
     if number > len(log.rounds):
@@ -434,7 +441,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ignore", action="append", default=[], metavar="GLOB",
                         help="treat these keys as volatile too; may be given again")  # fmt: skip
     parser.add_argument("--no-default-ignore", action="store_true", help="count run names and directories as well")
-    parser.add_argument("--allow", metavar="FILE", help="YAML list of expected differences, each with a reason")
+    parser.add_argument("--allow", metavar="FILE",
+                        help="YAML list of expected differences, each with a reason; paths are keys (of what --asked "
+                        "finds: asked/KEY)")  # fmt: skip
     parser.add_argument("--asked", metavar="RENDER",
                         help="a launch or bench render: check that what it asks for took effect")  # fmt: skip
     parser.add_argument("--summary", action="store_true", help="only the counts")
@@ -455,12 +464,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    rules = make_rules(args.ignore, not args.no_default_ignore, load_allow_list(args.allow))
+    rules = make_rules(args.ignore, not args.no_default_ignore, load_allow_list(args.allow, (*LISTS, *STATUSES)))
     asked, notes = asked_options(args.asked) if args.asked else ([], [])
     logs = {name: read_configs(path) for name, path in (("a", args.a), ("b", args.b)) if path is not None}
     for note in [*notes, *(note for log in logs.values() for note in log.notes)]:
         complain(TOOL, note)
-    chosen = {name: choose(log, args.block) for name, log in logs.items()}
+    most = max(len(log.rounds) for log in logs.values())
+    chosen = {name: choose(log, args.block, most) for name, log in logs.items()}
     for name, log in logs.items():
         for note in _fragments(log, chosen[name]):
             complain(TOOL, note)

@@ -552,7 +552,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    allowed = load_allow_list(args.allow)
+    allowed = load_allow_list(args.allow, KINDS)
     renders = [read_render(read_text(path, MAX_RENDER_BYTES), shown_name(path)) for path in (args.a, args.b)]
     notes = [note for render in renders for note in render.notes]
     chosen = select(*renders, args.select, notes)

@@ -449,8 +449,13 @@ def test_block_chooses_the_configuration(run, run_json, files):
     assert code == 1 and [(i["key"], i["block"]) for i in document["changed"]] == [("steps", 1)]
     code, document, _ = run_json(*files(two, one), "--block", "all")
     assert code == 1 and {i["block"] for i in document["only_a"]} == {2}
-    code, _, err = run(*files(two, one), "--block", "2")
+    for number, message in ((3, "a.log: --block 3, but only 2 configuration"), (2, None)):
+        code, _, err = run(*files(two, one), "--block", number)  # the one of B offers no choice
+        assert (code == 2 and message in err) if message else (code, err) == (0, "")
+    code, _, err = run(*files(one, one), "--block", "2")
     assert code == 2 and "--block 2, but only 1 configuration" in err
+    result = json.dumps({"config": BASE | {"steps": 1}})
+    assert run(*files(two, result), "--block", "1")[0] == 0
 
 
 def test_a_fragment_after_the_configuration_is_noted(run, files):
@@ -481,11 +486,35 @@ def test_allowed_differences_pass_with_their_reason(run, run_json, files):
 @pytest.mark.parametrize(
     ("entry", "code"),
     [("from: custom\n  to: full", 0), ("from: custom\n  to: minimal", 1), ("to: f*", 0), ("kind: only_a", 1),
-     ("kind: changed", 0), ("optional: true", 0)],
+     ("kind: changed", 0), ("optional: true", 0), ('from: "c?stom"', 0), ("from: null", 1)],
 )  # fmt: skip
 def test_allow_from_to_kind(run, files, entry, code):
     paths = files(log(BASE), log(BASE | {"remat_policy": "full"}), f"{ALLOW}  {entry}\n")
     assert run(*paths[:2], "--allow", paths[2])[0] == code
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "code"),
+    [("1e-06", "1.0e-6", 0), ("1e-06", "1e-6", 1), ("2.0", "2", 0), ("True", "true", 0), ("True", "1", 1),
+     ("None", "null", 0), ("", "null", 0), ("['a']", "[a]", 0), ("x", ".nan", 1)],
+)  # fmt: skip
+def test_allowed_values_are_compared_as_yaml_has_them(run, files, value, wanted, code):
+    """`1e-6` is text to YAML 1.1 and matches as written; `1.0e-6` is a number and matches any spelling."""
+    texts = log(BASE | {"k": "start"}), log(BASE | {"k": value}), f"- path: k\n  to: {wanted}\n  reason: r\n"
+    paths = files(*texts)
+    assert run(*paths[:2], "--allow", paths[2])[0] == code
+
+
+def test_what_does_not_count_may_be_allowed_too(run, files):
+    """An entry for a volatile key, or one that is only spelled differently, matches something: it is not stale."""
+    allow = "- path: run_name\n  reason: r\n- path: num_*\n  reason: r\n"
+    paths = files(log(BASE), log(BASE | {"run_name": "b", "num_experts": "512.0"}), allow)
+    assert run(*paths[:2], "--allow", paths[2])[0] == 0
+
+
+def test_a_list_without_entries_allows_nothing(run, files):
+    paths = files(log(BASE), log(BASE), log(BASE | {"steps": "1"}), "[]\n")
+    assert run(*paths[:2], "--allow", paths[3])[0] == 0 and run(paths[0], paths[2], "--allow", paths[3])[0] == 1
 
 
 def test_a_stale_allowance_fails(run, run_json, files):
@@ -503,7 +532,8 @@ def test_a_stale_allowance_fails(run, run_json, files):
      ("- path: a\n  reason: b\n- 3\n", "c.log:3: an allowance is a mapping"), ("", "no list of allowances"),
      ("- path: a\n  reason: b\n  form: c\n", "unknown field 'form'"), ("- [\n", "not YAML"),
      ("- path: a\n  reason: b\n  optional: 1\n", "not true or false"),
-     ("- path: a\n  reason: ''\n", "without a reason")],
+     ("- path: a\n  reason: ''\n", "without a reason"),
+     ("- path: a\n  reason: b\n  kind: change\n", "no kind of difference: 'change'; use changed, only_a")],
 )  # fmt: skip
 def test_bad_allow_lists(run, files, text, message):
     paths = files(log(BASE), log(BASE), text)
@@ -513,8 +543,10 @@ def test_bad_allow_lists(run, files, text, message):
 
 @pytest.mark.parametrize(
     ("pattern", "path", "matches"),
-    [("a/*/c", "a/b/c", True), ("a/*/c", "a/b/b/c", False), ("a/**/c", "a/b/b/c", True), ("**/c", "c", True),
-     ("**/c", "a/c", True), ("**", "a/b", True), ("a.c", "abc", False), ("a[1]*", "a[1]x", True), ("a?", "ab", False)],
+    [("a/*/c", "a/b/c", True), ("a/*/c", "a/b/b/c", True), ("a/*/c", "a/b/d", False), ("a/**/c", "a/b/b/c", True),
+     ("**/c", "c", True), ("**/c", "a/c", True), ("**/c", "abc", False), ("**", "a/b", True), ("*c", "a/bc", True),
+     (".../b/c", "a/a/b/c", True), (".../c", "c", True), (".../c", "abc", False), ("a.c", "abc", False),
+     ("a[1]*", "a[1]x", True), ("a?", "ab", True), ("a?", "a", False)],
 )  # fmt: skip
 def test_globs(pattern, path, matches):
     assert bool(allow_list.glob(pattern).fullmatch(path)) is matches
@@ -567,6 +599,12 @@ def test_asked_but_not_in_effect(run_json, files, extra, argv, found):
     code, document, _ = run_json(paths[1], "--asked", paths[0])
     assert [(i["key"], i["status"], i["asked"], i["source"], i["effective"]) for i in document["asked"]] == found
     assert code == (1 if found else 0)
+
+
+def test_a_token_that_maxtext_never_logs_is_not_missed(run, files):
+    paths = files(render(ASKED_ARGV, "MAXTEXT_EXTRA_FLAGS='hf_access_token=hf_AAA'"), log(LOGGED))
+    code, out, err = run(paths[1], "--asked", paths[0])
+    assert (code, err) == (0, "") and "hf_" not in out
 
 
 def test_asked_reads_both_examples(run_json, files):

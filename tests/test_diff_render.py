@@ -480,7 +480,7 @@ def test_a_flag_changed_behind_the_renderer_is_seen(benches, data):
     flags = [m for m in FLAG.finditer(bench, start, end) if m[1] and m[2] not in ("process_main", "worker_id")]
     match = data.draw(st.sampled_from(flags))
     edited = bench[: match.end()] + "9x" + bench[match.end() :]
-    allowed = allow_list.load_allow_list(str(ALLOW_BENCH))
+    allowed = allow_list.load_allow_list(str(ALLOW_BENCH), diff_render.KINDS)
     changes = changes_between(text, edited, "trainer")
     left = [c for c in changes if not allowed.reason(render_tree.path_text(c.path), c.kind, c.a, c.b)]
     covered = match[2] in ("maxtext_output_directory", "checkpoint_save_interval_steps")
