@@ -232,10 +232,15 @@ def pair_documents(a: Render, b: Render) -> list[Pair]:
     """Match documents by kind and name, then by what they run, then the only one left of a kind on each side."""
     left, right = (sorted(r.documents, key=lambda d: (d.kind, d.name)) for r in (a, b))
     pairs = _matched(left, right, lambda d: (d.kind, d.name))
-    pairs += _matched(left, right, lambda d: (d.kind, *roles(d)) if roles(d) else None)
+    pairs += _matched(left, right, lambda d: (d.kind, *_jobs(d)) if roles(d) else None)
     pairs += _matched(left, right, lambda d: d.kind, only=True)
     pairs += [Pair(document, None) for document in left] + [Pair(None, document) for document in right]
     return sorted(pairs, key=lambda pair: pair.step)
+
+
+def _jobs(document: Document) -> list[str]:
+    """Return what a document runs; a bench does the trainer's work."""
+    return ["trainer" if role == "bench" else role for role in roles(document)]
 
 
 def _matched(
@@ -306,9 +311,10 @@ def _trees(pairs: list[Pair], notes: list[str]) -> tuple[Map, Map]:
         if pair.a and pair.b and repr(pair.a.data) == repr(pair.b.data):
             continue
         step = _free(pair.step, left.children.keys() | right.children.keys())
+        mixed = bool(pair.a and pair.b) and roles(pair.a) != roles(pair.b)  # a launch's trainer and a bench
         for document, root in ((pair.a, left), (pair.b, right)):
             if document is not None:
-                root.children[step] = document_tree(document, notes)
+                root.children[step] = document_tree(document, notes, as_trainer=mixed)
     return left, right
 
 
