@@ -176,16 +176,27 @@ def asked_options(path: str) -> tuple[list[Asked], list[str]]:
     Raises:
       BenchError: no trainer in the render, or a trainer that is not MaxText's.
     """
-    import bench_config
     from bench_common import read_text, shown_name
     from launch_render import MAX_RENDER_BYTES, read_render
 
     render = read_render(read_text(path, MAX_RENDER_BYTES), shown_name(path))
     trainer_argv, orch_argv, env = _render_argv(render, shown_name(path))
+    try:
+        return _asked(trainer_argv, orch_argv, env, shown_name(path))
+    except BenchError as error:  # the driver names its own variable, not the file
+        raise BenchError(error.what, where=f"{shown_name(path)}: {error.where}", todo=error.todo) from error
+
+
+def _asked(
+    trainer_argv: list[str], orch_argv: list[str], env: dict[str, str], source: str
+) -> tuple[list[Asked], list[str]]:
+    """Return the options of a render and notes, see `asked_options`."""
+    import bench_config
+
     names = (*bench_config.TRAINER_FLAGS, *bench_config.TRAINER_BOOLS, *bench_config.TRAINER_INERT)
     names = (*names, *bench_config.RUNTIME_FLAGS, "learning_rate", "weight_decay")
     flags = [(word, word.partition("=")[0].removeprefix("--")) for word in trainer_argv]
-    notes = [f"{shown_name(path)}: --{name} is not a trainer flag known here; passed over" for _, name in flags
+    notes = [f"{source}: --{name} is not a trainer flag known here; passed over" for _, name in flags
              if name not in names]  # fmt: skip
     trainer = bench_config.parse_trainer_argv([word for word, name in flags if name in names])
     tensor = trainer.rollout_mesh_tp

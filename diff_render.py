@@ -46,7 +46,19 @@ from bench_common import (
     shown_name,
 )
 from launch_render import MAX_RENDER_BYTES, Document, Render, read_render
-from render_tree import Leaf, Map, Node, document_tree, find_trainer, path_steps, path_text, plain, roles, trainer_tree
+from render_tree import (
+    Leaf,
+    Map,
+    Node,
+    document_tree,
+    find_trainer,
+    free_step,
+    path_steps,
+    path_text,
+    plain,
+    roles,
+    trainer_tree,
+)
 
 TOOL = "diff_render"
 SCHEMA = "diff-render/1"
@@ -310,16 +322,12 @@ def _trees(pairs: list[Pair], notes: list[str]) -> tuple[Map, Map]:
     for pair in pairs:
         if pair.a and pair.b and repr(pair.a.data) == repr(pair.b.data):
             continue
-        step = _free(pair.step, left.children.keys() | right.children.keys())
+        step = free_step(pair.step, left.children.keys() | right.children.keys())
         mixed = bool(pair.a and pair.b) and roles(pair.a) != roles(pair.b)  # a launch's trainer and a bench
         for document, root in ((pair.a, left), (pair.b, right)):
             if document is not None:
                 root.children[step] = document_tree(document, notes, as_trainer=mixed)
     return left, right
-
-
-def _free(step: str, taken: Any) -> str:
-    return next(s for s in (step, *(f"{step}#{n}" for n in range(2, len(taken) + 3))) if s not in taken)
 
 
 # --- reports -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,7 +185,7 @@ def _mapping(value: dict[Any, Any], context: _Context) -> Map:
             node = _tree(item, context)
             if isinstance(node, Map):
                 node.children["(list)"] = Leaf(key)
-            containers[_free(step, containers)] = node
+            containers[free_step(step, containers)] = node
     if containers or any(value.get(key) == [] for key in _CONTAINER_LISTS):
         children["containers"] = Map(containers)
     return Map(children)
@@ -245,7 +245,8 @@ def _sorted_items(value: Any) -> Any:
     return [_sorted_items(item) for item in value] if isinstance(value, list) else (type(value).__name__, str(value))
 
 
-def _free(step: str, taken: Mapping[str, Any]) -> str:
+def free_step(step: str, taken: Collection[str]) -> str:
+    """Return a step that is not taken yet: itself, or `STEP#2`, `STEP#3`, ..."""
     return next(s for s in (step, *(f"{step}#{n}" for n in range(2, len(taken) + 3))) if s not in taken)
 
 

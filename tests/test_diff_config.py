@@ -616,6 +616,14 @@ def test_asked_reads_both_examples(run_json, files):
     assert {"ici_fsdp_parallelism", "num_moe_token_chunks", "use_ring_of_experts", "base_output_directory"} <= keys
 
 
+def test_a_render_that_cannot_run_is_named(run, files):
+    paths = files(render(ASKED_ARGV.replace("mesh_fsdp=4", "mesh_fsdp=16")), log(LOGGED))
+    code, out, err = run(paths[1], "--asked", paths[0])
+    assert (code, out) == (2, "") and err.startswith(
+        f"diff_config: {paths[0]}: TRAINER_ARGV: --train_micro_batch_size=8"
+    )
+
+
 def test_unknown_trainer_flags_are_noted(run, files):
     paths = files(render(f"{ASKED_ARGV} --brand_new=1"), log(LOGGED))
     code, _, err = run(paths[1], "--asked", paths[0])
