@@ -109,6 +109,7 @@ _LEVEL = re.compile(r"\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _PARAM = re.compile(r"Config param (?P<key>[A-Za-z_][\w.]*) ?:(?: (?P<value>.*))?$", re.DOTALL)
 _BRACKETS = ("(", "[", "{")
+_FREE_TEXT = re.compile(r"(prompt|template)$")  # keys whose values may hold line ends
 _CUT_IN_KEY = re.compile(r"Config param ?(?:[A-Za-z_][\w.]*)?$")
 
 
@@ -237,8 +238,9 @@ def _whole_value(entry: _Entry, widths: set[int], longest: int) -> tuple[str, in
     """Return an entry's value with the lines that belong to it, and how many lines between two keys do not.
 
     A line as wide as the terminal that wrapped other lines goes on in the next one. So does, between two
-    keys, the longest line of a log: a terminal that showed a longer one whole would not have wrapped it.
-    Else, in a log whose lines carry prefixes, bare lines between two keys are a value of several lines.
+    keys, the longest line of a log, in the rest of a word: a terminal that showed a longer line whole would
+    not have wrapped it. Else, in a log whose lines carry prefixes, bare lines between two keys are the
+    further lines of a prompt or a template; after any other key they are what somebody else printed.
 
     Args:
       entry: its brackets, if any, are closed.
@@ -249,12 +251,17 @@ def _whole_value(entry: _Entry, widths: set[int], longest: int) -> tuple[str, in
         return entry.value.rstrip(), 0
     value, tail, width = entry.value, list(entry.tail), entry.width
     between = entry.next_key > entry.key
-    while tail and (width in widths or (between and width == longest >= NARROWEST_TERMINAL)):
+    while tail and (width in widths or (between and width == longest and _is_rest_of_word(tail[0], width))):
         width = len(tail[0])
         value += tail.pop(0)
-    if tail and between and entry.bare and len(tail) < MOST_LINES_OF_A_VALUE:
+    if tail and between and entry.bare and len(tail) < MOST_LINES_OF_A_VALUE and _FREE_TEXT.search(entry.key):
         value, tail = "\n".join([value, *tail]), []
     return value.rstrip() if entry.value else value.strip(), len(tail) if between else 0
+
+
+def _is_rest_of_word(line: str, width: int) -> bool:
+    """Return whether a line looks like what a terminal of this width wrapped in the middle of a word."""
+    return width >= max(NARROWEST_TERMINAL, len(line)) and " " not in line
 
 
 # --- blocks --------------------------------------------------------------------------------------

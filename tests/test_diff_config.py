@@ -148,6 +148,18 @@ def test_lines_between_two_keys(files, before, prefix, value):
     assert notes == ([] if prefix else [f"{path}:2: what follows this key is taken for no part of its value"])
 
 
+NOISE = ["base_emb_dim: 8192", "System Information: Jax Version: 0.12.0.1", "TFRT TPU v5", "  indented", "", "x" * 200,
+         "W0317 09:59:16.2 1 x.py:1] slow", "Traceback (most recent call last):"]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+@pytest.mark.parametrize("start", range(len(NOISE)))
+def test_what_others_print_between_two_keys_is_in_no_value(files, prefix, start):
+    lines = log(BASE, prefix).splitlines()
+    text = "".join(f"{line}\n{NOISE[(start + i) % len(NOISE)]}\n" for i, line in enumerate(lines))
+    assert values_of(*files(text)) == [BASE]
+
+
 @pytest.mark.parametrize("prefix", ["# ", "    ", "[rank0]: ", "main-1  | ", "[pod/p/main] ", "(pid=7) "])
 def test_every_line_of_a_wrapped_value_may_carry_the_prefix(files, prefix):
     lines = ["Config param axes: ['data', 'fs", "dp', 'stage'", "]", "Config param b: 1"]
