@@ -115,6 +115,8 @@ _CUT_IN_KEY = re.compile(r"Config param ?(?:[A-Za-z_][\w.]*)?$")
 
 @dataclass
 class _Entry:
+    """A marked line, and what may still turn out to belong to its value."""
+
     line: int
     process: str
     key: str
@@ -171,13 +173,16 @@ def _close(entry: _Entry) -> None:
     """Give a bracketed value as many of the next lines as close its brackets; none if none do."""
     if entry.value[:1] not in _BRACKETS:
         return
-    entry.is_open = True
-    for count in range(len(entry.tail) + 1):
-        joined = entry.value + "".join(entry.tail[:count])
-        if not _open_brackets(joined):
-            entry.wrapped_at = entry.wrapped_at or (entry.width if count else 0)
-            entry.value, entry.tail, entry.is_open = joined, [], False
-            return
+    scanner = _Brackets()
+    entry.is_open = scanner.open_after(entry.value)
+    for count, line in enumerate(entry.tail if entry.is_open else (), start=1):
+        if not scanner.open_after(line):
+            entry.wrapped_at = entry.wrapped_at or entry.width
+            entry.value += "".join(entry.tail[:count])
+            entry.is_open = False
+            break
+    if not entry.is_open:
+        entry.tail = []
 
 
 def _process(prefix: str, outer: re.Match[str] | None) -> str:
@@ -216,22 +221,29 @@ def _is_log_line(line: str) -> bool:
     return not line.strip() or bool(_GLOG.match(line) or _LEVEL.match(line))
 
 
-def _open_brackets(text: str) -> bool:
-    """Return whether a bracket of a Python value is still open at the end, quoted text aside."""
-    depth, quote, skip = 0, "", False
-    for char in text:
-        if skip:
-            skip = False
-        elif quote:
-            skip = char == "\\"
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-    return depth > 0 or bool(quote)
+@dataclass
+class _Brackets:
+    """Follows the brackets of a Python value through its lines, quoted text aside."""
+
+    depth: int = 0
+    quote: str = ""
+    skip: bool = False  # a backslash in a quote came last
+
+    def open_after(self, text: str) -> bool:
+        """Return whether a bracket or a quote is still open after this further text."""
+        for char in text:
+            if self.skip:
+                self.skip = False
+            elif self.quote:
+                self.skip = char == "\\"
+                self.quote = "" if char == self.quote else self.quote
+            elif char in "'\"":
+                self.quote = char
+            elif char in "([{":
+                self.depth += 1
+            elif char in ")]}":
+                self.depth -= 1
+        return self.depth > 0 or bool(self.quote)
 
 
 def _whole_value(entry: _Entry, widths: set[int], longest: int) -> tuple[str, int]:
