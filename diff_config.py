@@ -123,8 +123,8 @@ _NESTED_SECRET = re.compile(r"(['\"])([\w-]+)\1: (['\"])(.*?)(?<!\\)\3")
 
 
 def shown_value(key: str, value: str) -> str:
-    """Return a value as a report may show it: secrets masked, also inside dictionaries."""
-    if value.startswith("{"):
+    """Return a value as a report may show it: secrets masked, also inside dictionaries and lists of them."""
+    if "{" in value:
         value = _NESTED_SECRET.sub(lambda m: f"{m[1]}{m[2]}{m[1]}: {m[3]}{mask(m[2], m[4])}{m[3]}", value)
     return mask(key, value)
 
@@ -368,7 +368,8 @@ def _verdict(document: dict[str, Any]) -> str:
              "disagreements": "disagreeing", "asked": "not as asked", "allowed": "of them allowed",
              "stale": "stale allowances"}  # fmt: skip
     found = ", ".join(f"{counts[name]} {word}" for name, word in words.items() if counts[name])
-    tail = f"{counts['unchanged']} keys unchanged"
+    files = document["files"]
+    tail = f"{counts['unchanged']} keys unchanged" if "b" in files else f"{files['a']['keys']} keys logged"
     for name, word in (("spelling", "spelled differently"), ("volatile", "volatile")):
         tail += f", {counts[name]} {word}" if counts[name] else ""
     verdict = "same" if document["same"] else "different"

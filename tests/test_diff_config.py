@@ -431,8 +431,8 @@ def test_volatile_keys(run, files, key, volatile):
 
 
 def test_secrets_are_masked_everywhere(run, files):
-    a = {"hf_access_token": "hf_AAA", "rl": "{'api_key': 'hf_AAA', 'n': 1}", "z": "1"}
-    b = {"hf_access_token": "hf_BBB", "rl": "{'api_key': 'hf_BBB', 'n': 1}", "z": "1"}
+    a = {"hf_access_token": "hf_AAA", "rl": "{'api_key': 'hf_AAA', 'n': 1}", "z": "[{'token': 'hf_AAA'}]"}
+    b = {"hf_access_token": "hf_BBB", "rl": "{'api_key': 'hf_BBB', 'n': 1}", "z": "[{'token': 'hf_BBB'}]"}
     for form in ("text", "json", "markdown"):
         code, out, err = run(*files(log(a), log(b)), "--format", form)
         assert code == 1 and "hf_access_token" in out and "hf_AAA" not in out + err and "hf_BBB" not in out + err
