@@ -5,11 +5,12 @@
     Config param mesh_axes: ['data', 'stage', 'fsdp', 'fsdp_tra
     nspose']                                      <- wrapped by a terminal, in the middle of a word
 
-`read_configs` finds the lines whatever stands before them, joins wrapped values, and puts the keys back
-into blocks: MaxText prints the keys of one configuration in sorted order, so a key that is not greater
-than the one before it starts another block, and interleaved processes come apart. It also reads the
-`config` of a bench result JSON and plain key=value text. A log is streamed: memory does not grow with its size.
-Standard library only.
+`read_configs` finds the lines whatever stands before them (also in the lines of a JSON log), joins wrapped
+values, and puts the keys back into blocks: MaxText prints the keys of one configuration in sorted order, so
+a key that is not greater than the one before it starts another block, and interleaved processes come apart.
+Neighbours that share no key are one block after all: lines that somebody picked, in an order of his own. It
+also reads the `config` of a bench result JSON and plain key=value text. A log is streamed: memory does not
+grow with its size. Standard library only.
 """
 
 from __future__ import annotations
