@@ -174,7 +174,7 @@ def test_a_log_line_of_the_same_process_is_no_part_of_a_value(files):
     assert values_of(*files(text.replace("[1, 2\n", f"[1, 2\n{prefix}3]\n"))) == [{"a": "[1, 2", "b": "3"}]
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(2, 4), st.integers(0, 2**32))
 def test_wrapped_values_of_interleaved_processes_come_apart(count, seed):
     """The lines of a wrapped value follow each other in their process only; others write in between."""
@@ -233,7 +233,7 @@ def test_interleaved_processes_come_apart():
     ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.integers(2, 5), st.integers(0, 2**32), st.booleans())
 def test_any_interleaving_comes_apart(count, seed, named):
     """Processes that agree give the same configuration however their lines are shuffled together."""
@@ -732,7 +732,7 @@ def compared(a: dict, b: dict) -> diff_config.Comparison:
     return result
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(CONFIGS)
 def test_self_diff_is_empty(config):
     result = compared(config, dict(reversed(config.items())))
@@ -744,7 +744,7 @@ def mirrored(items: list[dict]) -> list[dict]:
     return [{swap.get(key, key): value for key, value in item.items()} for item in items]
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(CONFIGS, CONFIGS)
 def test_mirror_and_rebuild(a, b):
     forth, back = compared(a, b), compared(b, a)

@@ -543,7 +543,7 @@ def test_every_knob_of_the_renderer_is_seen(run_json, files, benches, launch):
     assert found == {"new_knob": "7", "--mini_batch_size": "5", "--beta": "0.25", "SOME_NAME": "x", "image": "i:2"}
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.data())
 def test_a_flag_changed_behind_the_renderer_is_seen(benches, data):
     """Change one flag of a bench by hand: under the allow list exactly that one difference is left."""
@@ -747,7 +747,7 @@ def test_self_diff_is_empty(path):
 FLAG = re.compile(r"(?<![\w'\"@{$.-])(--)?([A-Za-z][\w.-]*)=([\w./:-]+)")
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.data())
 def test_one_random_flag_changed_is_that_one_change(data):
     """Change one random flag, key or variable anywhere in the text of a render: exactly that one is reported."""
@@ -781,7 +781,7 @@ def with_leaf(docs, path, new):
     return docs
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.data())
 def test_one_random_field_changed_is_one_change(data):
     """Change one random scalar anywhere in the parsed objects: one change (two where it is an item's key)."""
@@ -896,7 +896,7 @@ OBJECTS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=120, derandomize=True)
 @given(OBJECTS, OBJECTS)
 def test_mirror_and_rebuild_of_any_objects(a, b):
     left, right = (
@@ -906,7 +906,7 @@ def test_mirror_and_rebuild_of_any_objects(a, b):
     assert list(diff_render.compare(left, left)) == []
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(WORDS, WORDS)
 def test_flags_are_the_same_exactly_when_their_last_values_are(a, b):
     """What argparse would see decides: no real change if and only if the last values and loose words agree."""
