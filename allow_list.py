@@ -9,9 +9,10 @@ A file is a YAML list of entries:
       optional: true                                 # optional: may match nothing without being stale
       reason: a bench that fails should be seen, not restarted
 
-In `path`, `from` and `to` a `*` stands for any text within one step of a path, `**` for any text at all.
-The reason is required. An entry that matches no difference is stale: the list no longer tells the truth,
-and the tools fail. Standard library and PyYAML.
+In `path`, `from` and `to` a `*` stands for any text, also across the steps of a path, and a `?` for one
+character; `**/` or `.../` in front of a path stands for any steps before it, or none. `from` and `to` written as
+numbers, true or null match every spelling of it. The reason is required. An entry that matches no difference is
+stale: the list no longer tells the truth, and the tools fail. Standard library and PyYAML.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from typing import Any
 from bench_common import BenchError, read_text, shown_name
 
 MAX_ALLOW_BYTES = 2**20
+ANY = object()
 _FIELDS = ("path", "from", "to", "kind", "optional", "reason")
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """One expected difference. `left` and `right` are None where any value will do."""
+    """One expected difference. `left` and `right` are as YAML has them, ANY where any value will do."""
 
     path: str
     reason: str
-    left: str | None = None
-    right: str | None = None
+    left: Any = ANY
+    right: Any = ANY
     kind: str | None = None
     optional: bool = False
     where: str = ""  # file:line of the entry
@@ -48,7 +50,7 @@ class AllowList:
     used: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._globs = [(glob(e.path), e.left and glob(e.left), e.right and glob(e.right)) for e in self.entries]
+        self._paths = [glob(entry.path) for entry in self.entries]
 
     def reason(self, path: str, kind: str, left: Any, right: Any) -> str | None:
         """Return the reason of the first entry that allows this difference, None where none does.
@@ -57,13 +59,12 @@ class AllowList:
         """
         found = None
         texts = [path.replace("~1", "/").replace("~0", "~"), path]
-        for index, entry in enumerate(self.entries):
-            wanted_path, wanted_left, wanted_right = self._globs[index]
+        for index, (entry, wanted) in enumerate(zip(self.entries, self._paths, strict=True)):
             if (
                 (entry.kind in (None, kind))
-                and any(wanted_path.fullmatch(text) for text in texts)
-                and (entry.left is None or _matches(wanted_left, entry.left, left))
-                and (entry.right is None or _matches(wanted_right, entry.right, right))
+                and any(wanted.fullmatch(text) for text in texts)
+                and _matches(entry.left, left)
+                and _matches(entry.right, right)
             ):
                 self.used.add(index)
                 found = found or entry.reason
@@ -74,16 +75,33 @@ class AllowList:
         return [e for i, e in enumerate(self.entries) if i not in self.used and not e.optional]
 
 
-def _matches(pattern: Any, literal: str, value: Any) -> bool:
-    text = shown(value)
-    return text == literal or bool(pattern and pattern.fullmatch(text))
+def _matches(wanted: Any, value: Any) -> bool:
+    """Return whether a value is the one an entry names; texts are globs, numbers match in any spelling."""
+    if wanted is ANY:
+        return True
+    text, literal = shown(value), shown(wanted)
+    if wanted is None:
+        return text in ("null", "None", "")
+    if isinstance(wanted, bool):
+        return text.lower() == literal
+    if isinstance(wanted, int | float):
+        return text == literal or _number(text) == float(wanted)
+    return text == literal or (isinstance(wanted, str) and glob(wanted).fullmatch(text) is not None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def glob(pattern: str) -> re.Pattern[str]:
-    """Compile a glob: `*` is any text without `/`, `**` any text, a leading `**/` also nothing at all."""
-    parts = re.split(r"(^\*\*/|\*\*|\*)", pattern)
-    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
-    return re.compile("".join(special.get(part) or re.escape(part) for part in parts), re.DOTALL)
+    """Compile a glob: `*` is any text, `?` one character, a leading `**/` or `.../` any steps before, or none."""
+    parts = re.split(r"(^(?:\*\*|\.\.\.)/|\*+|\?)", pattern)
+    special = {"**/": "(?:.*/)?", ".../": "(?:.*/)?", "?": "."}
+    pieces = (".*" if part.strip("*") == "" and part else special.get(part) or re.escape(part) for part in parts)
+    return re.compile("".join(pieces), re.DOTALL)
 
 
 def shown(value: Any) -> str:
@@ -93,8 +111,12 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def load_allow_list(path: str | None) -> AllowList:
+def load_allow_list(path: str | None, kinds: Iterable[str]) -> AllowList:
     """Read an allow list; None gives an empty one.
+
+    Args:
+      path: the file, `-` for stdin.
+      kinds: of difference that the tool tells apart; an entry may name one of them.
 
     Raises:
       BenchError: not readable, not YAML, or an entry without path or reason, with file and line.
@@ -109,18 +131,19 @@ def load_allow_list(path: str | None) -> AllowList:
         root = loader.get_single_node()
         nodes: Iterable[Any] = root.value if isinstance(root, yaml.SequenceNode) else ()
         entries = [
-            _entry(loader.construct_object(node, deep=True), f"{source}:{node.start_mark.line + 1}") for node in nodes
+            _entry(loader.construct_object(node, deep=True), kinds, f"{source}:{node.start_mark.line + 1}")
+            for node in nodes
         ]
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
         raise BenchError(f"not YAML: {getattr(error, 'problem', error)}", where=where, todo="correct it") from error
-    if not entries:
+    if not isinstance(root, yaml.SequenceNode):
         raise BenchError("no list of allowances", where=source, todo="write entries `- path: ...` with a `reason:`")
     return AllowList(entries)
 
 
-def _entry(data: Any, where: str) -> Allowance:
+def _entry(data: Any, kinds: Iterable[str], where: str) -> Allowance:
     if not isinstance(data, dict):
         raise BenchError("an allowance is a mapping with path and reason", where=where, todo="write `- path: ...`")
     for name in data:
@@ -131,12 +154,14 @@ def _entry(data: Any, where: str) -> Allowance:
             raise BenchError(f"an allowance without a {name}", where=where, todo=f"write `{name}:` and a text")
     if not isinstance(data.get("optional", False), bool):
         raise BenchError("`optional` is not true or false", where=where, todo="write optional: true")
+    if data.get("kind") not in (None, *kinds):
+        raise BenchError(f"no kind of difference: {data['kind']!r}", where=where, todo=f"use {', '.join(kinds)}")
     return Allowance(
         data["path"],
         " ".join(data["reason"].split()),
-        shown(data["from"]) if "from" in data else None,
-        shown(data["to"]) if "to" in data else None,
-        shown(data["kind"]) if "kind" in data else None,
+        data.get("from", ANY),
+        data.get("to", ANY),
+        data.get("kind"),
         data.get("optional", False),
         where,
     )

@@ -5,11 +5,12 @@
     Config param mesh_axes: ['data', 'stage', 'fsdp', 'fsdp_tra
     nspose']                                      <- wrapped by a terminal, in the middle of a word
 
-`read_configs` finds the lines whatever stands before them, joins wrapped values, and puts the keys back
-into blocks: MaxText prints the keys of one configuration in sorted order, so a key that is not greater
-than the one before it starts another block, and interleaved processes come apart. It also reads the
-`config` of a bench result JSON and plain key=value text. A log is streamed: memory does not grow with its size.
-Standard library only.
+`read_configs` finds the lines whatever stands before them (also in the lines of a JSON log), joins wrapped
+values, and puts the keys back into blocks: MaxText prints the keys of one configuration in sorted order, so
+a key that is not greater than the one before it starts another block, and interleaved processes come apart.
+Neighbours that share no key are one block after all: lines that somebody picked, in an order of his own. It
+also reads the `config` of a bench result JSON and plain key=value text. A log is streamed: memory does not
+grow with its size. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ LONGEST_LINE_BYTES = 2**20  # a longer line without a line end is cut: it is no 
 OTHER_FORMS_BYTES = 16 * 2**20  # a result JSON or a key=value file is far smaller
 BLOCK_REACH_LINES = 50_000  # a key this far behind its block belongs to another one
 NEVER_LOGGED = ("hf_access_token",)  # KEYS_NO_LOGGING of MaxText's pyconfig; a result JSON has it, masked
+MOST_LINES_OF_A_VALUE = 400
+NARROWEST_TERMINAL = 60  # columns; shorter lines are not taken for wrapped ones
+NEIGHBOUR_LINES = 100  # between two parts of one configuration
 MAX_INTERLEAVED = 64  # processes that nothing tells apart and whose lines are mixed
 MAX_BLOCKS = 1024  # 128 hosts x 8 restarts; bounds the memory
 
@@ -57,7 +61,6 @@ class ConfigLog:
     source: str
     rounds: list[list[Block]]
     notes: list[str]
-    cut_key: str | None = None  # the log ends inside this key's line
 
 
 # --- lines ---------------------------------------------------------------------------------------
@@ -106,25 +109,45 @@ _GLOG = re.compile(r"[IWEF]\d{4} [\d:.]+\s+(?P<thread>\d+) \S+:\d+\] ?")
 _LEVEL = re.compile(r"\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _PARAM = re.compile(r"Config param (?P<key>[A-Za-z_][\w.]*) ?:(?: (?P<value>.*))?$", re.DOTALL)
+_BRACKETS = ("(", "[", "{")
+_FREE_TEXT = re.compile(r"(prompt|template)$")  # keys whose values may hold line ends
 _CUT_IN_KEY = re.compile(r"Config param ?(?:[A-Za-z_][\w.]*)?$")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
+    """A marked line, and what may still turn out to belong to its value."""
+
     line: int
     process: str
     key: str
     value: str
-    width: int  # of the last line read so far
-    wrapped_at: int  # the terminal's width, where a bracket or a key goes on in the next line; else 0
-    tail: tuple[str, ...]  # lines after it that carry no log prefix, where they may belong to the value
-    prefixed: bool  # the marked line itself carried a prefix
+    width: int  # characters of the last line read so far
+    tail: list[str]  # lines after it that may belong to the value
+    bare: bool  # those lines carry no prefix at all, though the marked line does
+    others: list[tuple[str, str]]  # (process, line) of what other processes wrote in between
     ended: bool  # the line has its line end
+    wrapped_at: int = 0  # the terminal's width, where a bracket or a key goes on in the next line; else 0
+    is_open: bool = False  # a bracket of the value is still open
+    is_over: bool = False  # its process has written a log line since
+    next_key: str = ""  # of the same process
+    block: Block | None = None
 
 
 def _clean(raw: bytes) -> str:
     text = raw.decode("utf-8", "replace").rstrip("\r\n")
-    return _ANSI.sub("", text) if "\x1b" in text else text
+    text = _ANSI.sub("", text) if "\x1b" in text else text
+    return _message(text) if text.startswith("{") else text
+
+
+def _message(line: str) -> str:
+    """Return what a line of a JSON log says (`{"severity": "INFO", "message": "Config param ..."}`), else the line."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    texts = fields.values() if isinstance(fields, dict) else ()
+    return next((text.rstrip() for text in texts if isinstance(text, str) and "Config param" in text), line)
 
 
 def _entry(number: int, raw: bytes, gap: bytes) -> _Entry | None:
@@ -132,7 +155,8 @@ def _entry(number: int, raw: bytes, gap: bytes) -> _Entry | None:
     at = line.find("Config param")
     prefix, text = line[:at], line[at:]
     outer = _OUTER.match(prefix)
-    tail = _tail(gap, outer) if gap else []
+    process = _process(prefix, outer)
+    tail, bare, others = _lines_after(gap, prefix, process) if gap else ([], False, [])
     width, wrapped_at = len(line), 0
     match = _PARAM.match(text)
     if match is None and tail and _CUT_IN_KEY.match(text):
@@ -140,24 +164,26 @@ def _entry(number: int, raw: bytes, gap: bytes) -> _Entry | None:
         tail = tail[1:]
     if match is None:
         return None
-    value = match["value"] or ""
-    if value[:1] and value[0] in "([{":
-        closed = _closed(value, tail)
-        wrapped_at = wrapped_at or (len(line) if len(closed) > len(value) else 0)
-        value, tail = closed, []
-    process, ended = _process(prefix, outer), raw.endswith(b"\n")
-    return _Entry(number, process, match["key"], value.rstrip(), width, wrapped_at, tuple(tail), bool(prefix), ended)
+    entry = _Entry(number, process, match["key"], match["value"] or "", width, tail, bare, others, raw.endswith(b"\n"))
+    entry.wrapped_at = wrapped_at
+    _close(entry)
+    return entry
 
 
-def _closed(value: str, tail: list[str]) -> str:
-    """Return a bracketed value with as many of the next lines as close its brackets; itself if none do."""
-    if not _open_brackets(value):
-        return value
-    for count in range(1, len(tail) + 1):
-        joined = value + "".join(tail[:count])
-        if not _open_brackets(joined):
-            return joined
-    return value
+def _close(entry: _Entry) -> None:
+    """Give a bracketed value as many of the next lines as close its brackets; none if none do."""
+    if entry.value[:1] not in _BRACKETS:
+        return
+    scanner = _Brackets()
+    entry.is_open = scanner.open_after(entry.value)
+    for count, line in enumerate(entry.tail if entry.is_open else (), start=1):
+        if not scanner.open_after(line):
+            entry.wrapped_at = entry.wrapped_at or entry.width
+            entry.value += "".join(entry.tail[:count])
+            entry.is_open = False
+            break
+    if not entry.is_open:
+        entry.tail = []
 
 
 def _process(prefix: str, outer: re.Match[str] | None) -> str:
@@ -166,69 +192,105 @@ def _process(prefix: str, outer: re.Match[str] | None) -> str:
     return ", ".join(names) or (f"thread {glog['thread']}" if glog else "")
 
 
-def _tail(gap: bytes, outer: re.Match[str] | None) -> list[str]:
-    """Return the lines at the start of `gap` that carry no log prefix of their own: the rest of a value."""
-    lines = []
-    for raw in gap.split(b"\n")[:400]:
+def _lines_after(gap: bytes, prefix: str, process: str) -> tuple[list[str], bool, list[tuple[str, str]]]:
+    """Return the lines after a marked one that may be the rest of its value.
+
+    They stop at the first line that is a log line of its own. Lines of other processes, told by their
+    prefix, are passed over and returned as well: (lines, whether all of them are bare, [(process, line)]).
+    """
+    lines: list[str] = []
+    others: list[tuple[str, str]] = []
+    bare, more = bool(prefix), True
+    logger = bool(_GLOG.search(prefix) or _LEVEL.search(prefix))
+    for raw in gap.split(b"\n")[:MOST_LINES_OF_A_VALUE]:
         line = _clean(raw)
         own = _OUTER.match(line)
         if own and (own["pod"] or own["time"] or own["ray"]):
-            if outer is None or own["pod"] != outer["pod"] or own["ray"] != outer["ray"]:
-                break
-            line = line[own.end() :]
-        if not line.strip() or _GLOG.match(line) or _LEVEL.match(line):
-            break
-        lines.append(line)
-    return lines
+            writer, line = _process(line, own), line[own.end() :]
+            if writer != process and (own["pod"] or own["ray"]):
+                others.append((writer, line))
+                continue
+        elif prefix and line.startswith(prefix):  # `# `, `[rank0]: `: every line of the paste or process has it
+            more, bare, line = more and not logger, False, line[len(prefix) :]
+        more = more and not _is_log_line(line)
+        if more:
+            lines.append(line)
+    return lines, bare, others
 
 
-def _open_brackets(text: str) -> bool:
-    """Return whether a bracket of a Python value is still open at the end, quoted text aside."""
-    depth, quote, skip = 0, "", False
-    for char in text:
-        if skip:
-            skip = False
-        elif quote:
-            skip = char == "\\"
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-    return depth > 0 or bool(quote)
+def _is_log_line(line: str) -> bool:
+    return not line.strip() or bool(_GLOG.match(line) or _LEVEL.match(line))
 
 
-def _whole_value(entry: _Entry, following: _Entry | None, widths: set[int]) -> str:
-    """Return an entry's value with the lines that belong to it.
+@dataclass
+class _Brackets:
+    """Follows the brackets of a Python value through its lines, quoted text aside."""
 
-    A line as wide as the terminal that wrapped other lines goes on in the next one. In a log whose
-    lines carry prefixes, bare lines between two keys of one process are a value of several lines.
+    depth: int = 0
+    quote: str = ""
+    skip: bool = False  # a backslash in a quote came last
+
+    def open_after(self, text: str) -> bool:
+        """Return whether a bracket or a quote is still open after this further text."""
+        for char in text:
+            if self.skip:
+                self.skip = False
+            elif self.quote:
+                self.skip = char == "\\"
+                self.quote = "" if char == self.quote else self.quote
+            elif char in "'\"":
+                self.quote = char
+            elif char in "([{":
+                self.depth += 1
+            elif char in ")]}":
+                self.depth -= 1
+        return self.depth > 0 or bool(self.quote)
+
+
+def _whole_value(entry: _Entry, widths: set[int], longest: int) -> tuple[str, int]:
+    """Return an entry's value with the lines that belong to it, and how many lines between two keys do not.
+
+    A line as wide as the terminal that wrapped other lines goes on in the next one. So does, between two
+    keys, the longest line of a log, in the rest of a word: a terminal that showed a longer line whole would
+    not have wrapped it. Else, in a log whose lines carry prefixes, bare lines between two keys are the
+    further lines of a prompt or a template; after any other key they are what somebody else printed.
+
+    Args:
+      entry: its brackets, if any, are closed.
+      widths: the widths of terminals that certainly wrapped lines of this log, in characters.
+      longest: of all lines of the log that carry keys, in characters.
     """
+    if entry.value[:1] in _BRACKETS:
+        return entry.value.rstrip(), 0
     value, tail, width = entry.value, list(entry.tail), entry.width
-    while tail and width in widths:
+    between = entry.next_key > entry.key
+    while tail and (width in widths or (between and width == longest and _is_rest_of_word(tail[0], width))):
         width = len(tail[0])
         value += tail.pop(0)
-    between = following and following.process == entry.process and following.key > entry.key
-    if tail and between and entry.prefixed and following.prefixed and len(tail) < 400:
-        value = "\n".join([value, *tail])
-    return value.rstrip() if entry.value else value.strip()
+    if tail and between and entry.bare and len(tail) < MOST_LINES_OF_A_VALUE and _FREE_TEXT.search(entry.key):
+        value, tail = "\n".join([value, *tail]), []
+    return value.rstrip() if entry.value else value.strip(), len(tail) if between else 0
+
+
+def _is_rest_of_word(line: str, width: int) -> bool:
+    """Return whether a line looks like what a terminal of this width wrapped in the middle of a word."""
+    return width >= max(NARROWEST_TERMINAL, len(line)) and " " not in line
 
 
 # --- blocks --------------------------------------------------------------------------------------
 
 
-def _blocks(entries: Iterator[_Entry], source: str) -> tuple[list[Block], _Entry | None]:
+def _blocks(entries: Iterator[_Entry], source: str, notes: list[str]) -> tuple[list[Block], _Entry | None]:
     blocks: list[Block] = []
-    last = None
     pool: dict[str, str] = {}  # equal texts are kept once
-    waiting: list[tuple[Block, _Entry, _Entry | None]] = []
+    unfinished: list[_Entry] = []  # followed by lines that may belong to the value
     open_blocks: dict[str, deque[Block]] = {}
+    latest: dict[str, _Entry] = {}  # of each process
     widths: set[int] = set()
+    longest, entry = 0, None
     for entry in entries:
-        if waiting and waiting[-1][2] is None:
-            waiting[-1] = (waiting[-1][0], waiting[-1][1], entry)
+        if entry.process in latest:
+            latest[entry.process].next_key = entry.key
         mine = open_blocks.setdefault(entry.process, deque(maxlen=MAX_INTERLEAVED))
         block = _block_of(entry, mine)
         if block is None:
@@ -241,16 +303,68 @@ def _blocks(entries: Iterator[_Entry], source: str) -> tuple[list[Block], _Entry
             block = Block(entry.process, entry.line, entry.line)
             blocks.append(block)
             mine.append(block)
-        block.last_key, block.last_line = entry.key, entry.line
-        block.values[pool.setdefault(entry.key, entry.key)] = pool.setdefault(entry.value, entry.value)
+        block.last_key, block.last_line, text = entry.key, entry.line, entry.value.rstrip()
+        block.values[pool.setdefault(entry.key, entry.key)] = pool.setdefault(text, text)
+        entry.block, latest[entry.process] = block, entry
+        longest = max(longest, entry.width)
         if entry.wrapped_at:
             widths.add(entry.wrapped_at)
-        if entry.tail:
-            waiting.append((block, entry, None))
-        last = entry
-    for block, entry, following in waiting:
-        block.values[entry.key] = _whole_value(entry, following, widths)
-    return blocks, last
+        if entry.tail or entry.is_open:
+            unfinished.append(entry)
+        unfinished += _give(entry.others, latest)
+    strays = _finish(unfinished, widths, longest)
+    if strays:
+        rest = f" (and {len(strays) - 1} more such places)" if len(strays) > 1 else ""
+        notes.append(f"{source}:{strays[0]}: what follows this key is taken for no part of its value{rest}")
+    return _joined(blocks), entry
+
+
+def _give(lines: list[tuple[str, str]], latest: dict[str, _Entry]) -> list[_Entry]:
+    """Give lines to the last entry of the process that wrote them; return the entries that had none before."""
+    first = []
+    for process, line in lines:
+        entry = latest.get(process)
+        if entry is None or entry.is_over:
+            continue
+        entry.is_over = _is_log_line(line) or len(entry.tail) == MOST_LINES_OF_A_VALUE
+        if not entry.is_over:
+            if not entry.tail and not entry.is_open:
+                first.append(entry)
+            entry.tail.append(line)
+    return first
+
+
+def _finish(unfinished: list[_Entry], widths: set[int], longest: int) -> list[int]:
+    """Put whole values in place, now that the lines of other processes and all widths are known.
+
+    Returns the numbers of the lines after which other lines, of no value, stand between two keys.
+    """
+    strays = []
+    for entry in unfinished:
+        _close(entry)
+    widths = widths | {entry.wrapped_at for entry in unfinished if entry.wrapped_at}
+    for entry in unfinished:
+        entry.block.values[entry.key], left = _whole_value(entry, widths, longest)
+        strays += [entry.line] if left else []
+    return strays
+
+
+def _joined(blocks: list[Block]) -> list[Block]:
+    """Return the blocks, one for neighbours that share no key.
+
+    Nobody logs half a configuration: they are lines that are not sorted, or one process's under several prefixes.
+    """
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: block.first_line):
+        last = joined[-1] if joined else None
+        near = last is not None and block.first_line - last.last_line <= NEIGHBOUR_LINES
+        if near and last.values.keys().isdisjoint(block.values):
+            last.values.update(block.values)
+            last.last_line = max(last.last_line, block.last_line)
+            last.process = last.process if last.process == block.process else ""
+        else:
+            joined.append(block)
+    return joined
 
 
 def _block_of(entry: _Entry, blocks: Iterable[Block]) -> Block | None:
@@ -303,16 +417,15 @@ def _read(stream: BinaryIO, source: str) -> ConfigLog:
         if values is not None:
             return _one_block(values, source)
     entries = (e for number, raw, gap in marked_lines(stream, head) if (e := _entry(number, raw, gap)))
-    blocks, last = _blocks(entries, source)
+    notes: list[str] = []
+    blocks, last = _blocks(entries, source, notes)
     if not blocks:
         last_line = head.rstrip().rpartition(b"\n")[2]  # the driver's output ends with its result
         values = _json_values(last_line, source) if last_line.startswith(b"{") else None
         return _one_block(values or _key_values(head, source), source)
-    notes = []
-    cut = last.key if last and not last.ended else None
-    if cut:
-        notes.append(f"{source}:{last.line}: the log ends inside this line; is the value of {cut} whole?")
-    return ConfigLog(source, _rounds(blocks), notes, cut)
+    if last and not last.ended:
+        notes.append(f"{source}:{last.line}: the log ends inside this line; is the value of {last.key} whole?")
+    return ConfigLog(source, _rounds(blocks), notes)
 
 
 def _one_block(values: dict[str, str], source: str) -> ConfigLog:
@@ -336,9 +449,11 @@ def as_logged(value: Any) -> str:
 
 
 _PAIR = re.compile(r"([A-Za-z_][\w.]*)=(.*)")
+_PAIR_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][\w.]*)\s*=\s*(.*)")
 
 
 def _key_values(data: bytes, source: str) -> dict[str, str]:
+    """Read `key=value` text: one pair a line, as in an env file or an ini file, or several without blanks in them."""
     nothing = BenchError(
         "no `Config param` line" if data.strip() else "an empty file",
         where=source,
@@ -354,10 +469,15 @@ def _key_values(data: bytes, source: str) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         pairs = [_PAIR.fullmatch(token) for token in line.split()]
-        pairs = pairs if all(pairs) else [_PAIR.fullmatch(line)]
+        if not all(pairs):
+            pairs = [_PAIR_LINE.fullmatch(line)]
         if not all(pairs):
             raise nothing
-        values.update((pair[1], pair[2]) for pair in pairs)
+        values.update((pair[1], _unquoted(pair[2])) for pair in pairs)
     if not values:
         raise nothing
     return values
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text

@@ -37,7 +37,7 @@ from typing import Any
 from allow_list import AllowList, load_allow_list
 from bench_common import EXIT_DIFFERENT, EXIT_OK, BenchError, complain, dump_json, emit, mask, run_tool
 from config_keys import DERIVED, GROUPS, NOT_VOLATILE, VOLATILE, any_glob, group_of, meaning, same_value
-from config_log import Block, ConfigLog, read_configs
+from config_log import NEVER_LOGGED, Block, ConfigLog, read_configs
 
 TOOL = "diff_config"
 SCHEMA = "diff-config/1"
@@ -61,6 +61,7 @@ class Comparison:
 
 
 LISTS = ("changed", "only_a", "only_b", "derived", "volatile", "spelling", "disagreements", "asked")
+STATUSES = ("unknown", "lost", "overridden")  # of what was asked for
 COUNTING = ("changed", "only_a", "only_b", "derived", "disagreements", "asked")  # these make the answer "different"
 
 
@@ -99,30 +100,31 @@ def compare(a: dict[str, str], b: dict[str, str], rules: Rules, into: Comparison
             entry["b"] = shown_value(key, right)
         if block is not None:
             entry["block"] = block
-        where, kind = into.changed, "changed"
-        if rules.volatile(key):
-            into.volatile.append(entry)
-            continue
-        if left is None or right is None:
-            where, kind = (into.only_b, "only_b") if left is None else (into.only_a, "only_a")
-        elif same_value(left, right):
-            into.spelling.append(entry)
-            continue
-        elif rules.derived(key):
-            where, kind = into.derived, "derived"
+        kind = _kind(key, left, right, rules)
         entry["allowed"] = rules.allow(key, kind, left, right)
-        where.append(entry)
+        getattr(into, kind).append(entry)
     order = {name: index for index, (name, _) in enumerate(GROUPS)}
     for items in (into.changed, into.only_a, into.only_b):
         items.sort(key=lambda item: (item.get("block", 0), order[item["group"]], item["key"]))
+
+
+def _kind(key: str, left: str | None, right: str | None, rules: Rules) -> str:
+    """Return the list in which a key belongs whose texts differ; None stands for a key that is not there."""
+    if rules.volatile(key):
+        return "volatile"
+    if left is None or right is None:
+        return "only_b" if left is None else "only_a"
+    if same_value(left, right):
+        return "spelling"
+    return "derived" if rules.derived(key) else "changed"
 
 
 _NESTED_SECRET = re.compile(r"(['\"])([\w-]+)\1: (['\"])(.*?)(?<!\\)\3")
 
 
 def shown_value(key: str, value: str) -> str:
-    """Return a value as a report may show it: secrets masked, also inside dictionaries."""
-    if value.startswith("{"):
+    """Return a value as a report may show it: secrets masked, also inside dictionaries and lists of them."""
+    if "{" in value:
         value = _NESTED_SECRET.sub(lambda m: f"{m[1]}{m[2]}{m[1]}: {m[3]}{mask(m[2], m[4])}{m[3]}", value)
     return mask(key, value)
 
@@ -144,7 +146,7 @@ def disagreements(log: ConfigLog, name: str, chosen: list[int], rules: Rules, in
                     {"value": None if value is None else shown_value(key, value), "processes": names}
                     for value, names in by_value.items()
                 ]
-                allowed = rules.allow(key, "disagreement", None, None)
+                allowed = rules.allow(key, "disagreements", None, None)
                 entry = {"key": key, "file": name, "block": index + 1, "values": values, "allowed": allowed}
                 into.disagreements.append(entry)
 
@@ -174,16 +176,27 @@ def asked_options(path: str) -> tuple[list[Asked], list[str]]:
     Raises:
       BenchError: no trainer in the render, or a trainer that is not MaxText's.
     """
-    import bench_config
     from bench_common import read_text, shown_name
     from launch_render import MAX_RENDER_BYTES, read_render
 
     render = read_render(read_text(path, MAX_RENDER_BYTES), shown_name(path))
     trainer_argv, orch_argv, env = _render_argv(render, shown_name(path))
+    try:
+        return _asked(trainer_argv, orch_argv, env, shown_name(path))
+    except BenchError as error:  # the driver names its own variable, not the file
+        raise BenchError(error.what, where=f"{shown_name(path)}: {error.where}", todo=error.todo) from error
+
+
+def _asked(
+    trainer_argv: list[str], orch_argv: list[str], env: dict[str, str], source: str
+) -> tuple[list[Asked], list[str]]:
+    """Return the options of a render and notes, see `asked_options`."""
+    import bench_config
+
     names = (*bench_config.TRAINER_FLAGS, *bench_config.TRAINER_BOOLS, *bench_config.TRAINER_INERT)
     names = (*names, *bench_config.RUNTIME_FLAGS, "learning_rate", "weight_decay")
     flags = [(word, word.partition("=")[0].removeprefix("--")) for word in trainer_argv]
-    notes = [f"{shown_name(path)}: --{name} is not a trainer flag known here; passed over" for _, name in flags
+    notes = [f"{source}: --{name} is not a trainer flag known here; passed over" for _, name in flags
              if name not in names]  # fmt: skip
     trainer = bench_config.parse_trainer_argv([word for word, name in flags if name in names])
     tensor = trainer.rollout_mesh_tp
@@ -248,7 +261,7 @@ def check_asked(asked: list[Asked], values: dict[str, str], name: str, rules: Ru
             problems = [(winner, "lost", "")]
         else:
             problems = [(o, "overridden", winner.source) for o in options[:-1] if not same_value(o.value, winner.value)]
-        for option, status, by in problems:
+        for option, status, by in problems if key not in NEVER_LOGGED else ():
             entry: dict[str, Any] = {
                 "key": key, "file": name, "status": status, "asked": shown_value(key, option.value),
                 "source": option.source, "effective": None if found is None else shown_value(key, found),
@@ -355,7 +368,8 @@ def _verdict(document: dict[str, Any]) -> str:
              "disagreements": "disagreeing", "asked": "not as asked", "allowed": "of them allowed",
              "stale": "stale allowances"}  # fmt: skip
     found = ", ".join(f"{counts[name]} {word}" for name, word in words.items() if counts[name])
-    tail = f"{counts['unchanged']} keys unchanged"
+    files = document["files"]
+    tail = f"{counts['unchanged']} keys unchanged" if "b" in files else f"{files['a']['keys']} keys logged"
     for name, word in (("spelling", "spelled differently"), ("volatile", "volatile")):
         tail += f", {counts[name]} {word}" if counts[name] else ""
     verdict = "same" if document["same"] else "different"
@@ -398,15 +412,20 @@ def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def choose(log: ConfigLog, block: str) -> list[int]:
+def choose(log: ConfigLog, block: str, most: int) -> list[int]:
     """Return the indexes of the configurations that --block names.
+
+    Args:
+      log: one that holds a single configuration offers no choice: it is the one compared.
+      block: `last`, `all` or a number from 1.
+      most: configurations in the log that has most of them; no number beyond it is right.
 
     Raises:
       BenchError: the log has fewer.
     """
     if block == "all":
         return list(range(len(log.rounds)))
-    if block == "last":
+    if block == "last" or (len(log.rounds) == 1 and int(block) <= most):
         return [len(log.rounds) - 1]
     number = int(block)
     if number > len(log.rounds):
@@ -434,7 +453,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ignore", action="append", default=[], metavar="GLOB",
                         help="treat these keys as volatile too; may be given again")  # fmt: skip
     parser.add_argument("--no-default-ignore", action="store_true", help="count run names and directories as well")
-    parser.add_argument("--allow", metavar="FILE", help="YAML list of expected differences, each with a reason")
+    parser.add_argument("--allow", metavar="FILE",
+                        help="YAML list of expected differences, each with a reason; paths are keys (of what --asked "
+                        "finds: asked/KEY)")  # fmt: skip
     parser.add_argument("--asked", metavar="RENDER",
                         help="a launch or bench render: check that what it asks for took effect")  # fmt: skip
     parser.add_argument("--summary", action="store_true", help="only the counts")
@@ -455,12 +476,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    rules = make_rules(args.ignore, not args.no_default_ignore, load_allow_list(args.allow))
+    rules = make_rules(args.ignore, not args.no_default_ignore, load_allow_list(args.allow, (*LISTS, *STATUSES)))
     asked, notes = asked_options(args.asked) if args.asked else ([], [])
     logs = {name: read_configs(path) for name, path in (("a", args.a), ("b", args.b)) if path is not None}
     for note in [*notes, *(note for log in logs.values() for note in log.notes)]:
         complain(TOOL, note)
-    chosen = {name: choose(log, args.block) for name, log in logs.items()}
+    most = max(len(log.rounds) for log in logs.values())
+    chosen = {name: choose(log, args.block, most) for name, log in logs.items()}
     for name, log in logs.items():
         for note in _fragments(log, chosen[name]):
             complain(TOOL, note)

@@ -46,7 +46,19 @@ from bench_common import (
     shown_name,
 )
 from launch_render import MAX_RENDER_BYTES, Document, Render, read_render
-from render_tree import Leaf, Map, Node, document_tree, find_trainer, path_steps, path_text, plain, roles, trainer_tree
+from render_tree import (
+    Leaf,
+    Map,
+    Node,
+    document_tree,
+    find_trainer,
+    free_step,
+    path_steps,
+    path_text,
+    plain,
+    roles,
+    trainer_tree,
+)
 
 TOOL = "diff_render"
 SCHEMA = "diff-render/1"
@@ -232,10 +244,15 @@ def pair_documents(a: Render, b: Render) -> list[Pair]:
     """Match documents by kind and name, then by what they run, then the only one left of a kind on each side."""
     left, right = (sorted(r.documents, key=lambda d: (d.kind, d.name)) for r in (a, b))
     pairs = _matched(left, right, lambda d: (d.kind, d.name))
-    pairs += _matched(left, right, lambda d: (d.kind, *roles(d)) if roles(d) else None)
+    pairs += _matched(left, right, lambda d: (d.kind, *_jobs(d)) if roles(d) else None)
     pairs += _matched(left, right, lambda d: d.kind, only=True)
     pairs += [Pair(document, None) for document in left] + [Pair(None, document) for document in right]
     return sorted(pairs, key=lambda pair: pair.step)
+
+
+def _jobs(document: Document) -> list[str]:
+    """Return what a document runs; a bench does the trainer's work."""
+    return ["trainer" if role == "bench" else role for role in roles(document)]
 
 
 def _matched(
@@ -305,15 +322,12 @@ def _trees(pairs: list[Pair], notes: list[str]) -> tuple[Map, Map]:
     for pair in pairs:
         if pair.a and pair.b and repr(pair.a.data) == repr(pair.b.data):
             continue
-        step = _free(pair.step, left.children.keys() | right.children.keys())
+        step = free_step(pair.step, left.children.keys() | right.children.keys())
+        mixed = bool(pair.a and pair.b) and roles(pair.a) != roles(pair.b)  # a launch's trainer and a bench
         for document, root in ((pair.a, left), (pair.b, right)):
             if document is not None:
-                root.children[step] = document_tree(document, notes)
+                root.children[step] = document_tree(document, notes, as_trainer=mixed)
     return left, right
-
-
-def _free(step: str, taken: Any) -> str:
-    return next(s for s in (step, *(f"{step}#{n}" for n in range(2, len(taken) + 3))) if s not in taken)
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -552,7 +566,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    allowed = load_allow_list(args.allow)
+    allowed = load_allow_list(args.allow, KINDS)
     renders = [read_render(read_text(path, MAX_RENDER_BYTES), shown_name(path)) for path in (args.a, args.b)]
     notes = [note for render in renders for note in render.notes]
     chosen = select(*renders, args.select, notes)

@@ -17,11 +17,11 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench_common import BenchError, mask
+from bench_common import MASKED, BenchError, is_secret, mask
 from launch_render import (
     DRIVER_FILE,
     HEREDOC_MARKER,
@@ -42,7 +42,7 @@ class Leaf:
     """A value at the end of a path."""
 
     value: Any  # a scalar, a list of scalars, or None for a flag without a value
-    form: str = "yaml"  # yaml, set, text, source, flag, number (a flag that is one), maxtext (a key), arg, xla
+    form: str = "yaml"  # yaml, set, text, source, secret, flag, number (a flag that is one), maxtext (a key), arg, xla
     superseded: bool = False  # a later flag or variable of the same name wins
     text: str | None = None  # of a source, whose value is its hash
 
@@ -83,18 +83,37 @@ def plain(node: Node, name: str = "", sources: bool = False) -> Any:
         return {step: plain(child, step, sources) for step, child in node.children.items()}
     if node.form == "source":
         return node.text if sources else node.value
+    if node.form == "secret":
+        return MASKED
+    if isinstance(node.value, list):
+        return [mask_text(item) if isinstance(item, str) else item for item in node.value]
     if isinstance(node.value, str):
-        base = name.partition(" (overridden")[0]
-        return mask_text(node.value) if node.form == "text" else mask(base, node.value)
+        return mask(name.partition(" (overridden")[0], mask_text(node.value))
     return node.value
 
 
-_NAMED_VALUE = re.compile(r"([A-Za-z_][\w-]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)")
+# What stands between a secret's name and its value: `NAME=`, `--name `, `"name": ` or `name: ` (also escaped),
+# `"name", "value": ` of a Kubernetes env entry in JSON.
+_NAMED = re.compile(
+    r"(?<![\w.-])(?P<flag>--?)?(?P<name>[A-Za-z_][\w.-]*+)"
+    r"(?:=|(?:\\*[\"'])?\s*:\s*|\\*[\"']\s*,\s*\\*[\"']value\\*[\"']\s*:\s*|(?P<blank>[ \t]+)(?!-))"
+)
+_SHELL_WORD = re.compile(r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s\"'])+", re.DOTALL)
+_CREDENTIAL = re.compile(r"((?:[Aa]uthorization: *\w+|Bearer) +|://[^/\s:@\"']*:)[^\s\"'@]+")
 
 
 def mask_text(text: str) -> str:
-    """Return a script with the values of secret variables and flags masked."""
-    return _NAMED_VALUE.sub(lambda m: f"{m[1]}={mask(m[1], m[2])}", text)
+    """Return a script, or any text, with the values masked that secret variables, flags and fields have in it."""
+    pieces, end = [], 0
+    for match in _NAMED.finditer(text):
+        is_value = match["flag"] or not match["blank"]  # a blank ends a name unless it is a flag's
+        if match.start() < end or not is_value or not is_secret(match["name"]):
+            continue
+        value = _SHELL_WORD.match(text, match.end())
+        if value:
+            pieces += [text[end : match.end()], MASKED]
+            end = value.end()
+    return _CREDENTIAL.sub(rf"\1{MASKED}", "".join([*pieces, text[end:]]))
 
 
 # --- Kubernetes objects --------------------------------------------------------------------------
@@ -132,7 +151,12 @@ class _Context:
 
 def document_tree(document: Document, notes: list[str], as_trainer: bool = False) -> Map:
     """Return a Kubernetes object as a tree. Commands that cannot be taken apart stay text, with a note."""
-    return _mapping(document.data, _Context(document.where, notes, as_trainer))
+    tree = _mapping(document.data, _Context(document.where, notes, as_trainer))
+    for name in ("data", "stringData") if document.kind == "Secret" else ():
+        values = tree.children.get(name)
+        for step, child in values.children.items() if isinstance(values, Map) else ():
+            values.children[step] = replace(child, form="secret") if isinstance(child, Leaf) else child
+    return tree
 
 
 def _tree(value: Any, context: _Context, name: str = "") -> Node:
@@ -145,6 +169,7 @@ def _tree(value: Any, context: _Context, name: str = "") -> Node:
 
 def _mapping(value: dict[Any, Any], context: _Context) -> Map:
     children: dict[str, Node] = {}
+    value = _with_whole_command(value)
     for key, item in value.items():
         if key in _CONTAINER_LISTS and isinstance(item, list):
             continue
@@ -160,10 +185,20 @@ def _mapping(value: dict[Any, Any], context: _Context) -> Map:
             node = _tree(item, context)
             if isinstance(node, Map):
                 node.children["(list)"] = Leaf(key)
-            containers[_free(step, containers)] = node
+            containers[free_step(step, containers)] = node
     if containers or any(value.get(key) == [] for key in _CONTAINER_LISTS):
         children["containers"] = Map(containers)
     return Map(children)
+
+
+def _with_whole_command(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a container whose `args` are the script of its `command: [bash, -c]` with the script in the command."""
+    command, args = value.get("command"), value.get("args")
+    if not (isinstance(command, list) and command and re.fullmatch(r"-\w*c", str(command[-1]))):
+        return value
+    if not (isinstance(args, list) and len(args) == 1 and isinstance(args[0], str)):
+        return value
+    return {key: command + args if key == "command" else item for key, item in value.items() if key != "args"}
 
 
 def _list(items: list[Any], context: _Context, name: str) -> Node:
@@ -210,13 +245,15 @@ def _sorted_items(value: Any) -> Any:
     return [_sorted_items(item) for item in value] if isinstance(value, list) else (type(value).__name__, str(value))
 
 
-def _free(step: str, taken: Mapping[str, Any]) -> str:
+def free_step(step: str, taken: Collection[str]) -> str:
+    """Return a step that is not taken yet: itself, or `STEP#2`, `STEP#3`, ..."""
     return next(s for s in (step, *(f"{step}#{n}" for n in range(2, len(taken) + 3))) if s not in taken)
 
 
 def _env(items: list[dict[str, Any]], context: _Context) -> Map:
     """Return a container's env by name; of a name given twice the last one wins."""
     pairs = []
+    texts = [(str(item.get("name")), str(item.get("value", ""))) for item in items]
     for index, item in enumerate(items):
         name = str(item.get("name", f"[{index}]"))
         if set(item) <= {"name", "value"}:
@@ -224,7 +261,27 @@ def _env(items: list[dict[str, Any]], context: _Context) -> Map:
             pairs.append((name, _variable(name, value) if isinstance(value, str) else Leaf(value)))
         else:
             pairs.append((name, _mapping({k: v for k, v in item.items() if k != "name"}, context)))
-    return _last_wins(pairs, "")
+    return _last_wins(pairs + _set_too_early(texts, _KUBE_REFERENCE), "")
+
+
+_KUBE_REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_][\w.-]*)\)")
+_SHELL_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+
+
+def _set_too_early(texts: list[tuple[str, str]], reference: re.Pattern[str]) -> list[tuple[str, Node]]:
+    """Return a node `NAME (set before)` for each variable that refers to one that is set only after it.
+
+    Neither Kubernetes nor a shell looks ahead: such a reference gets no value, or an older one. So the one order
+    of variables that has a meaning is not lost.
+    """
+    first: dict[str, int] = {}
+    for place, (name, _) in enumerate(texts):
+        first.setdefault(name, place)
+    found: list[tuple[str, Node]] = []
+    for place, (name, text) in enumerate(texts):
+        later = sorted({other for other in reference.findall(text) if first.get(other, place) > place})
+        found += [(f"{name} (set before)", Leaf(later))] if later else []
+    return found
 
 
 def _last_wins(pairs: list[tuple[str, Node]], order: str) -> Map:
@@ -257,24 +314,55 @@ _NUMBER_FLAG = re.compile(
 )
 
 
+# MaxText keys whose values are names, not numbers, whatever they look like (configs/types.py).
+_TEXT_KEY = re.compile(
+    r"(\w*_)?(name|path|dir|subdir|directory|prompt|template|split|policy|topology|strategy|project|region|rule|tag)$"
+)
+
+
 def flag_map(words: Iterable[str], form: str, live: Callable[[str], bool] = lambda word: False) -> Map:
     """Return words as flags by name, in their order, the last of a name winning.
 
-    `--name=value` and `key=value` are named by what stands before the `=`, `--name` has no value, any other
-    word is named by its place among its like, `(1)`, and makes the order count.
+    `--name=value`, `--name value` and `key=value` are named by their name, a `--name` before another flag has
+    no value, any other word is named by its place among its like, `(1)`, and makes the order count.
+
+    Args:
+      words: as the program gets them.
+      form: xla (never `--name value`), arg, flag, or maxtext (key=value words too).
+      live: whether the shell still changes a word.
     """
     pairs: list[tuple[str, Node]] = []
     loose = 0
-    for word in words:
+    waiting = list(words)[::-1]
+    while waiting:
+        word = waiting.pop()
         name, equals, value = word.partition("=")
         if not name.startswith("-") and not (equals and form == "maxtext"):
             loose += 1
             pairs.append((f"({loose})", Leaf(word, "flag")))
             continue
+        if waiting and not equals and _is_value(waiting[-1], form):
+            equals, value = " ", waiting.pop()
+            word = value
         shown = f"{value} [expanded when it runs]" if live(word) else value
-        kind = "number" if form == "flag" and _NUMBER_FLAG.match(name) else form
-        pairs.append((name, Leaf(shown if equals else None, kind)))
+        pairs.append((name, Leaf(shown if equals else None, _flag_form(name, form))))
     return _last_wins(pairs, "real" if loose else "noise")
+
+
+def _is_value(word: str, form: str) -> bool:
+    """Return whether the word after a `--name` is its value."""
+    if form == "xla" or (form == "maxtext" and "=" in word):
+        return False
+    return not word.startswith("-") or bool(re.fullmatch(r"-[\d.]+(e-?\d+)?", word))
+
+
+def _flag_form(name: str, form: str) -> str:
+    """Return how the value of a flag is compared: numbers as numbers only where the field is one."""
+    if form == "maxtext" and not name.startswith("-"):
+        return "flag" if _TEXT_KEY.fullmatch(name) else "maxtext"
+    if form in ("flag", "maxtext"):
+        return "number" if _NUMBER_FLAG.match(name) else "flag"
+    return form
 
 
 def _variable(name: str, value: str, live: bool = False) -> Node:
@@ -303,10 +391,21 @@ def _command(words: list[Any], container: dict[str, Any], context: _Context) -> 
             client = parse_client(container, (), script, context.where)
             return _client(client, words, context.as_trainer)
         except BenchError as error:
-            context.notes.append(f"{error}; compared as text")
+            context.notes.append(f"{_masked_message(error, script)}; compared as text")
     if len(words) >= 2 and re.fullmatch(r"-\w*c", str(words[-2])):
         return Map({"shell": Leaf([str(word) for word in words[:-1]]), **script_parts(script)})
-    return Leaf(list(words)) if all(not isinstance(word, dict | list) for word in words) else Leaf(str(words))
+    if not words or not all(isinstance(word, str) for word in words):
+        return Leaf(list(words)) if all(not isinstance(word, dict | list) for word in words) else Leaf(str(words))
+    split = next((i for i, word in enumerate(words) if "=" in word or word.startswith("-")), len(words))
+    if words[1:2] == ["-m"]:  # python -m module
+        split = next((i for i, word in enumerate(words[2:], 2) if "=" in word or word.startswith("-")), len(words))
+    return Map({"program": Leaf(" ".join(words[:split]), "flag"), "argv": flag_map(words[split:], "maxtext")})
+
+
+def _masked_message(error: BenchError, script: str) -> str:
+    """Return a message about a script without the words that are masked in the script's text."""
+    masked = mask_text(script)
+    return re.sub(r"'([^']*)'", lambda m: m[0] if m[1] in masked else f"'{MASKED}'", str(error))
 
 
 def _client(client: Client, words: list[Any], as_trainer: bool) -> Map:
@@ -320,6 +419,7 @@ def _client(client: Client, words: list[Any], as_trainer: bool) -> Map:
         children["sources"] = Map({name: _source(text) for name, text in client.sources.items()})
     carried = {"TRAINER_ARGV": "argv", "ORCH_ARGV": "(orchestrator)"} if client.is_bench and as_trainer else {}
     pairs = [(name, _assigned(client, name, word)) for name, word in client.assignments if name not in carried]
+    pairs += _set_too_early([(n, word.value if word.live else "") for n, word in client.assignments], _SHELL_REFERENCE)
     assignments = _last_wins(pairs, "noise")
     if client.is_bench and as_trainer:
         for name, step in carried.items():
@@ -360,8 +460,9 @@ LONGEST_STATEMENT_LINES = 400
 def script_parts(script: str) -> dict[str, Node]:
     """Return a shell script that is no client of ours in parts: text, variables and Python commands.
 
-    Commands that only assign (`export LIBTPU_INIT_ARGS='...'`) give variables, those that run Python give
-    their program and arguments; in the text a placeholder keeps their places. The rest stays text.
+    Commands that only assign (`export LIBTPU_INIT_ARGS='...'`) give variables, those that run Python or have
+    variables of their own give these, their program and arguments; in the text a placeholder keeps their
+    places. The rest stays text.
     """
     text: list[str] = []
     variables: list[tuple[str, Node]] = []
@@ -412,7 +513,7 @@ def _part(words: list[Word], variables: list[tuple[str, Node]], runs: dict[str, 
     if len(names) == len(words) - exported:
         variables += [_assignment(word) for word in words[exported:]]
         return f"{'export ' if exported else ''}({' '.join(names)})"
-    if len(names) < len(words) and not exported and _PYTHON.fullmatch(words[len(names)].value):
+    if not exported and (names or _PYTHON.fullmatch(words[0].value)):
         step = f"run {len(runs) + 1}"
         runs[step] = _run(words[: len(names)], words[len(names) :])
         return f"({step})"

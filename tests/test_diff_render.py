@@ -6,6 +6,7 @@ and its bench written by hand; what differs between them is written out below by
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -391,10 +392,84 @@ def test_scripts_that_are_no_client(run_json, files, old, new, steps, one_line):
     assert real == steps and code == (1 if steps else 0)
 
 
-def test_a_client_that_cannot_be_taken_apart_is_text(run_json, files):
-    odd = LAUNCH.read_text().replace("PYTHONUNBUFFERED=1", "pip install x && PYTHONUNBUFFERED=1")
-    code, document, err = run_json(*files(odd, odd.replace("mesh_fsdp=32", "mesh_fsdp=16")), "--select", "ada-train")
-    assert code == 1 and len(document["changes"]) == 1 and "unexpected token 'pip'" in err and "compared as text" in err
+@pytest.mark.parametrize(
+    ("old", "new", "step"),
+    [
+        ("mesh_fsdp=32", "mesh_fsdp=16", "argv/--mesh_fsdp"),
+        ("PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=0", "PYTHONUNBUFFERED"),
+        ("megablox=true", "megablox=false", "MAXTEXT_EXTRA_FLAGS/megablox"),
+        ("install x", "install y", "program"),
+    ],
+)
+def test_a_client_after_another_command_comes_apart_too(run_json, files, old, new, step):
+    """BOOTSTRAP_CMD of the launchers stands among the assignments: `A=1 pip install x && B=2 python ...`."""
+    odd = LAUNCH.read_text().replace("PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=1 pip install x &&")
+    code, document, err = run_json(*files(odd, odd.replace(old, new)), "--select", "ada-train")
+    (change,) = document["changes"]
+    assert code == 1 and change["path"].partition("/command/run ")[2].partition("/")[2] == step
+    assert "unexpected token 'pip'" in err and "compared as text" in err
+
+
+def container(**fields) -> str:
+    spec = {"containers": [{"name": "main", "image": "i", **fields}]}
+    return f"apiVersion: v1\nkind: Pod\nmetadata: {{name: p}}\nspec: {json.dumps(spec)}\n"
+
+
+PYTHON = ["python", "-m", "x.y", "--version=1.10", "--size", "4", "--debug", "steps=1.0", "run_name=1e-6"]
+OTHER_COMMANDS = [
+    ({"command": PYTHON}, ("1.10", "1.1"), ["command/argv/--version"]),
+    ({"command": PYTHON}, ('"4"', '"5"'), ["command/argv/--size"]),
+    ({"command": PYTHON}, ("x.y", "x.z"), ["command/program"]),
+    ({"command": PYTHON}, ("steps=1.0", "steps=1"), []),
+    ({"command": PYTHON}, ("run_name=1e-6", "run_name=1.0e-6"), ["command/argv/run_name"]),
+    ({"command": ["sleep", "3"]}, ('"3"', '"4"'), ["command/program"]),
+    ({"args": ["--port", "-1", "--v"]}, ('"-1"', '"-2"'), ["args/--port"]),
+    ({"command": ["sh", "-c"], "args": ["export A=1\npython x.py --a=1\n"]}, ("A=1", "A=2"), ["command/A"]),
+    ({"command": ["sh", "-c"], "args": ["python x.py --a 1"]}, ("--a 1", "--a 2"), ["command/run 1/argv/--a"]),
+    ({"command": ["sh", "-c"], "args": ["python x"]}, ('], "args": [', ", "), []),
+]
+
+
+@pytest.mark.parametrize(("fields", "edit", "steps"), OTHER_COMMANDS)
+def test_other_ways_to_write_a_command(run_json, files, fields, edit, steps):
+    text = container(**fields)
+    assert edit[0] in text
+    code, document, _ = run_json(*files(text, text.replace(*edit)))
+    assert [c["path"].partition("/main/")[2] for c in document["changes"] if not c["noise"]] == steps
+    assert code == (1 if steps else 0)
+
+
+def test_a_launch_and_its_bench_are_partners_among_all_documents(run_json):
+    _, document, _ = run_json(LAUNCH, BENCH, "--select", "all")
+    found = {c["path"]: c["kind"] for c in document["changes"]}
+    root = "JobSet:ada-bench|ada-train"
+    assert found["JobSet:ada-orch"] == "removed" and found[f"{root}/metadata/name"] == "renamed"
+    assert found[COMMAND.replace("trainer", root) + "/MAXTEXT_EXTRA_FLAGS/num_moe_token_chunks"] == "changed"
+    assert COMMAND.replace("trainer", root) + "/argv/--mesh_fsdp" not in found
+
+
+# --- where order has a meaning ---------------------------------------------------------------------
+
+
+def test_a_variable_that_is_used_before_it_is_set(run_json, files, edited):
+    """Kubernetes resolves $(A), and a shell $A, only from what stands before."""
+    before = container(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "$(A)/x"}])
+    after = container(env=[{"name": "B", "value": "$(A)/x"}, {"name": "A", "value": "1"}])
+    path = "Pod:p/spec/containers/main/env/B (set before)"
+    for pair, change in (
+        ((before, after), ("added", path, None, ["A"])),
+        ((after, before), ("removed", path, ["A"], None)),
+    ):
+        code, document, _ = run_json(*files(*pair))
+        assert code == 1 and brief(document) == [change]
+    assert run_json(*files(before.replace("$(A)", "$$(A)"), after.replace("$(A)", "$$(A)")))[0] == 0  # escaped
+
+    live = ("PYTHONUNBUFFERED=1", 'PYTHONUNBUFFERED=1 X="$PYTHONUNBUFFERED"'), ("x", "x")
+    code, document = edited(("PYTHONUNBUFFERED=1", 'X="$PYTHONUNBUFFERED" PYTHONUNBUFFERED=1'))
+    early = [c for c in document["changes"] if c["path"].endswith("/X (set before)")]
+    assert code == 1 and [(c["kind"], c["b"]) for c in early] == [("added", ["PYTHONUNBUFFERED"])]
+    _, document = edited(*live)
+    assert [c["path"].rpartition("/")[2] for c in document["changes"]] == ["X"]
 
 
 # --- allow lists ---------------------------------------------------------------------------------
@@ -468,7 +543,7 @@ def test_every_knob_of_the_renderer_is_seen(run_json, files, benches, launch):
     assert found == {"new_knob": "7", "--mini_batch_size": "5", "--beta": "0.25", "SOME_NAME": "x", "image": "i:2"}
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.data())
 def test_a_flag_changed_behind_the_renderer_is_seen(benches, data):
     """Change one flag of a bench by hand: under the allow list exactly that one difference is left."""
@@ -480,7 +555,7 @@ def test_a_flag_changed_behind_the_renderer_is_seen(benches, data):
     flags = [m for m in FLAG.finditer(bench, start, end) if m[1] and m[2] not in ("process_main", "worker_id")]
     match = data.draw(st.sampled_from(flags))
     edited = bench[: match.end()] + "9x" + bench[match.end() :]
-    allowed = allow_list.load_allow_list(str(ALLOW_BENCH))
+    allowed = allow_list.load_allow_list(str(ALLOW_BENCH), diff_render.KINDS)
     changes = changes_between(text, edited, "trainer")
     left = [c for c in changes if not allowed.reason(render_tree.path_text(c.path), c.kind, c.a, c.b)]
     covered = match[2] in ("maxtext_output_directory", "checkpoint_save_interval_steps")
@@ -504,6 +579,53 @@ def test_secrets_are_masked(run, files, form):
         assert code == 1 and "HF_TOKEN" in out and "SECRET" not in out + err and "hf_aaa" not in out + err
     _, out, _ = run(LAUNCH, ROOT / "examples/launch_tiny.yaml", "--select", "all", "--format", form)
     assert "hf_aaa" not in out and "wandb-aaa" not in out
+
+
+def script(text: str) -> str:
+    return container(command=["sh", "-c", text])
+
+
+SECRET = "S3CR3T"
+HIDING_PLACES = {
+    "flag, two words": script(f"python x.py --hf_token {SECRET}"),
+    "another program": script(f"hf login --token '{SECRET}' && wandb login --api-key={SECRET}"),
+    "quoted in part": script(f'export WANDB_API_KEY=a"{SECRET}"'),
+    "after an apostrophe": script(f"X=don't HF_TOKEN={SECRET} isn't"),
+    "header": script(f'curl -H "Authorization: Bearer {SECRET}" x'),
+    "url": script(f"git clone https://user:{SECRET}@host/x"),
+    "json": script("echo '" + json.dumps({"api_key": SECRET}) + "'"),
+    "args": container(args=["--api_key", SECRET]),
+    "command": container(command=["python", "x.py", "--hf_token", SECRET]),
+    "env command": container(command=["env", f"HF_TOKEN={SECRET}", "python"]),
+    "script in args": container(command=["sh", "-c"], args=[f"HF_TOKEN={SECRET} python x.py"]),
+    "dictionary": container(args=["--kwargs={'api_key': '" + SECRET + "'}"]),
+    "env entry in JSON": container(env=[{"name": "X", "value": json.dumps([{"name": "HF_TOKEN", "value": SECRET}])}]),
+    "secret": f"apiVersion: v1\nkind: Secret\nmetadata: {{name: p}}\ndata: {{x: {SECRET}}}\n"
+    f"stringData: {{y: {SECRET}}}\n",
+    "odd client": LAUNCH.read_text().replace(" --debug ", f" --hf_token {SECRET} "),
+}
+
+
+@pytest.mark.parametrize("text", HIDING_PLACES.values(), ids=HIDING_PLACES)
+def test_secrets_are_masked_wherever_they_hide(run, files, text):
+    """Added whole, removed, and changed to another one; the difference itself is always reported."""
+    assert SECRET in text
+    paths = files(LAUNCH.read_text(), text, text.replace(SECRET, SECRET + "9"))
+    for a, b, form in ((0, 1, "json"), (1, 0, "json"), (1, 2, "json"), (1, 2, "text"), (1, 2, "markdown")):
+        code, out, err = run(paths[a], paths[b], "--select", "all", "--format", form)
+        assert code == 1 and SECRET not in out + err and ("***" in out or form != "json")
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.text(st.sampled_from("aK_=\"'\\ :-,\n{$"), max_size=40))
+def test_masking_touches_secrets_only(text):
+    assert render_tree.mask_text(text) == text
+
+
+@pytest.mark.parametrize("text", ["a" * 10**6, "a-" * 10**6, "\\" * 10**6, "TOKEN='" + "a" * 10**6])
+def test_masking_takes_time_in_proportion(text):
+    """A quadratic search would not come back from a ConfigMap of a megabyte."""
+    assert len(render_tree.mask_text(text)) <= len(text)
 
 
 # --- formats, streams, errors --------------------------------------------------------------------
@@ -625,7 +747,7 @@ def test_self_diff_is_empty(path):
 FLAG = re.compile(r"(?<![\w'\"@{$.-])(--)?([A-Za-z][\w.-]*)=([\w./:-]+)")
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.data())
 def test_one_random_flag_changed_is_that_one_change(data):
     """Change one random flag, key or variable anywhere in the text of a render: exactly that one is reported."""
@@ -659,7 +781,7 @@ def with_leaf(docs, path, new):
     return docs
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.data())
 def test_one_random_field_changed_is_one_change(data):
     """Change one random scalar anywhere in the parsed objects: one change (two where it is an item's key)."""
@@ -774,7 +896,7 @@ OBJECTS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=120, derandomize=True)
 @given(OBJECTS, OBJECTS)
 def test_mirror_and_rebuild_of_any_objects(a, b):
     left, right = (
@@ -784,15 +906,17 @@ def test_mirror_and_rebuild_of_any_objects(a, b):
     assert list(diff_render.compare(left, left)) == []
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(WORDS, WORDS)
 def test_flags_are_the_same_exactly_when_their_last_values_are(a, b):
     """What argparse would see decides: no real change if and only if the last values and loose words agree."""
 
     def seen(words):
-        flags = dict(launch_render.flag_items([word for word in words if word.startswith("--")]))
-        flags = {k: float(v) if k == "--steps" and v else v for k, v in flags.items()}
-        return flags, [word for word in words if not word.startswith("--")]
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        for name in ("--a", "--b", "--c", "--steps"):
+            parser.add_argument(name, nargs="?", const="(bare)", type=float if name == "--steps" else str)
+        parser.add_argument("loose", nargs="*")
+        return vars(parser.parse_intermixed_args(words))
 
     found = list(diff_render.compare(flag_map(a, "flag"), flag_map(b, "flag")))
     real = [change for change in found if not change.noise and change.kind != "reordered"]

@@ -55,7 +55,7 @@ DOCUMENTS = {
         ("diff_config", LOG, LOG_B),
         ("diff_config", LOG, LOG, "--summary"),
         ("diff_config", LOG, "--asked", BIG),
-        ("diff_config", ROOT / "tests" / "fixtures_diff" / "two_processes.log", LOG),
+        ("diff_config", ROOT / "tests" / "fixtures_diff" / "two_processes.log", LOG, "--block", "all"),
     ],
     "hlo-overlap/1": [("hlo_overlap", HLO), ("hlo_overlap", OTHER_HLO, HLO), ("hlo_overlap", OTHER_HLO, "--top=0")],
     "hlo-overlap-diff/1": [("hlo_overlap", HLO, "--diff", OTHER_HLO), ("hlo_overlap", HLO, "--diff", HLO)],
