@@ -26,7 +26,11 @@ WHY_ROUNDING = "float32 sums in another order: 2 to 16 measured, faults show fro
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One number against its limit. status: pass, FAIL, or `known limit` for what the installed MaxText cannot do."""
+    """One number against its limit.
+
+    status: pass or FAIL; `known limit` for what the installed MaxText, or a CPU, cannot do; `note` where nothing was
+    held against a limit.
+    """
 
     what: str
     value: float | None  # None where there is no number
@@ -55,6 +59,11 @@ def none_of(what: str, found: list[str], why: str) -> Finding:
     """Return the finding that a list of complaints must be empty; the first is quoted."""
     shown = f"{what}: {found[0]}" if found else what
     return Finding(shown, float(len(found)), "complaints", "0", why, "FAIL" if found else "pass")
+
+
+def note(what: str, why: str) -> Finding:
+    """Return a remark: nothing was compared."""
+    return Finding(what, None, "", "", why, "note")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +340,7 @@ def padded(batch: Mapping[str, Any], pad_id: int, rows: int, columns: int) -> di
 def routing(lab: Any, fault: str = "") -> list[Finding]:
     """Forced experts are the ones used, unset tokens fall back to the gate, duplicates are refused."""
     if lab.sizes.num_experts < 2:
-        return [Finding("no router in this model", None, "", "", "a dense model")]
+        return [note("no router in this model", "a dense model")]
     model, batch = lab.model(), lab.batch(packed=True)
     forced, experts = batch["routed_experts"][:, :-1, 0], lab.sizes.num_experts
     asked = (forced[..., None] == np.arange(experts)).any(axis=-2)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import numerics_lab
-from numerics_checks import Check, Finding, at_most, more_than
+from numerics_checks import Check, Finding, at_most, more_than, note
 
 SUM_ERROR = 1e-5  # of the sum of magnitudes
 WHY_GATE = "a gate that keeps all, or none, is not tested"
@@ -271,7 +271,7 @@ def _against_tunix(lab: Any) -> list[Finding]:
     import bench_runtime
 
     if not bench_runtime.installed("tunix.rl"):
-        return [Finding("Tunix's own loss", None, "", "", "not installed: compared with the independent loss only")]
+        return [note("Tunix's own loss", "not installed: compared with the independent loss only")]
     tunix = f"google-tunix {bench_runtime.package_version('google-tunix')}"
     if bench_runtime.has_tunix_experimental():
         tunix = f"Tunix from git {(bench_runtime.git_revision('tunix') or '')[:9]}".strip()
