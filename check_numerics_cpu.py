@@ -14,6 +14,8 @@ Checks: payload, chunking, packing, accumulation, padding, routing, grpo, knobs 
 launch's own setting and to float32, next to the noise floor, and a verdict: bit identical, within noise, changes
 numerics, or unknown here (TPU only, or a newer MaxText).
 
+The first run compiles for minutes; JAX_COMPILATION_CACHE_DIR=DIR keeps what it compiled for the next one.
+
 Exit status: 0 all pass; 1 something differs, or --audit found a check that cannot fail; 2 could not check.
 
 Examples:
@@ -165,25 +167,32 @@ def read_launch(path: str | None) -> Launch:
 
 @contextlib.contextmanager
 def jax_on_cpu() -> Iterator[None]:
-    """Set up JAX for this process: CPU, virtual devices, a compile cache that lasts as long as the check.
+    """Set up JAX for this process: CPU, virtual devices, a compile cache; the environment is put back afterwards.
 
-    The cache makes programs that two settings share compile once. JAX reads all this when it is first imported, so
-    that in a process which has imported it before, its devices have to do.
+    Whatever a launch exported, these checks are about a CPU: of XLA_FLAGS not even the names of TPU flags are known to
+    it. The cache makes programs that two settings share compile once, and lasts as long as the check, or longer where
+    JAX_COMPILATION_CACHE_DIR says where. JAX reads all this when it is first imported, so that in a process which has
+    imported it before, its devices have to do.
     """
-    # Whatever a launch exported, these checks are about a CPU.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes about shardings of shrunk shapes
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # MaxText imports it; it has advice about other frameworks
     logging.getLogger("absl").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="check-numerics-") as folder:
-        if "JAX_COMPILATION_CACHE_DIR" not in os.environ and "jax" not in sys.modules:
-            import jax
-
-            jax.config.update("jax_compilation_cache_dir", folder)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        yield
+        set_here = {"JAX_PLATFORMS": "cpu"} | ({} if "jax" in sys.modules else {"XLA_FLAGS": XLA_FLAGS})
+        unless_set = {
+            "JAX_COMPILATION_CACHE_DIR": folder,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",  # most of the programs take less than JAX's 1
+            "TF_CPP_MIN_LOG_LEVEL": "3",  # XLA's notes about shardings of shrunk shapes
+            "TRANSFORMERS_VERBOSITY": "error",  # MaxText imports it; it has advice about other frameworks
+        }
+        changed = {name: value for name, value in unless_set.items() if name not in os.environ} | set_here
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
 
 def make_lab(launch: Launch, options: argparse.Namespace) -> tuple[Any, set[str]]:
@@ -241,22 +250,32 @@ def run_checks(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> lis
 
 
 def run_audit(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Run each check with each of its faults and return who noticed; the worst finding is quoted."""
+    """Run each check with each fault its launch can have and return who noticed, with the first finding that did.
+
+    A check that fails with nothing broken notices nothing.
+    """
+    from numerics_checks import UNBROKEN
+
     rows = []
     for name in names:
-        for fault, what in checks[name].faults.items():
+        faults = {fault: what for fault, what in checks[name].faults.items() if checks[name].applies(lab, fault)}
+        before = _failing(checks[name], lab, UNBROKEN) if faults else []
+        for fault, what in faults.items():
             complain("check_numerics_cpu", f"{name} with a fault: {what}")
-            noticed, how = False, "nothing"
             try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    wrong = [finding for finding in checks[name].run(lab, fault) if not finding.ok]
-                noticed = bool(wrong)
-                if wrong:
-                    how = f"{wrong[0].what}: {_number(wrong[0].value)} {wrong[0].unit}, limit {wrong[0].limit}"
-            except BenchError as error:
-                noticed, how = True, str(error)
-            rows.append({"check": name, "fault": fault, "done": what, "noticed": noticed, "by": how})
+                wrong = [] if before else _failing(checks[name], lab, fault)
+            except BenchError as error:  # refused; unbroken it was not
+                wrong = [str(error)]
+            by = f"nothing: with nothing broken it fails too, {before[0]}" if before else (wrong or ["nothing"])[0]
+            rows.append({"check": name, "fault": fault, "done": what, "noticed": bool(wrong), "by": by})
     return rows
+
+
+def _failing(check: Any, lab: Any, fault: str) -> list[str]:
+    """Return the findings of a check that count against a launch, each in a line."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = check.run(lab, fault)
+    return [f"{one.what}: {_number(one.value)} {one.unit}, limit {one.limit}" for one in found if not one.ok]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 import bench_config
 import numerics_measures as measures
 from bench_common import BenchError
-from numerics_checks import Finding, at_most, more_than, rounded
+from numerics_checks import Finding, always, at_most, more_than, rounded
 
 TRUTH = ("true", "false")
 FLOATS = ("float32", "bfloat16")
@@ -104,20 +104,26 @@ def farthest(distances: Sequence[Distance]) -> Distance:
     return Distance(**{name: min(found) if name == "grad_cosine" else max(found) for name, found in columns.items()})
 
 
-def verdict(apart: Distance, floor: Distance) -> tuple[str, str]:
-    """Return SAME, NOISE or CHANGES, and for CHANGES the figure that says so."""
-    sizes, noise = apart.as_dict(), floor.as_dict()
-    sizes.pop("grad_cosine"), noise.pop("grad_cosine")
-    if not any(sizes.values()):
-        return SAME, ""
+def over_noise(apart: Distance, floor: Distance) -> tuple[float, str]:
+    """Return the largest measure in units of its noise floor, 0 where nothing differs, and which measure it is."""
+    noise = floor.as_dict()
     # KL and relative errors of float32 results have a floor of their own: the rounding of float32 itself.
     least = {"kl_nats_max": 1e-12, "grad_relative": 2.0**-24, "update_relative": 2.0**-24, "logp_nats_max": 2.0**-21}
     ratios = {name: size / max(noise[name], least.get(name, 1.0 if "ulps" in name else 1e-9))
-              for name, size in sizes.items()}  # fmt: skip
+              for name, size in apart.as_dict().items() if name != "grad_cosine"}  # fmt: skip
+    ratios = {name: math.inf if math.isnan(ratio) else ratio for name, ratio in ratios.items()}
     worst = max(ratios, key=lambda name: ratios[name])
-    if ratios[worst] <= NOISE_FACTOR:
+    return ratios[worst], worst
+
+
+def verdict(apart: Distance, floor: Distance) -> tuple[str, str]:
+    """Return SAME, NOISE or CHANGES, and for CHANGES the figure that says so."""
+    ratio, worst = over_noise(apart, floor)
+    if ratio == 0:
+        return SAME, ""
+    if ratio <= NOISE_FACTOR:
         return NOISE, ""
-    return CHANGES, f"{worst} {sizes[worst]:.3g}, {ratios[worst]:.3g} x the noise floor"
+    return CHANGES, f"{worst} {apart.as_dict()[worst]:.3g}, {ratio:.3g} x the noise floor"
 
 
 def launch_values(settings: Sequence[bench_config.Setting]) -> dict[str, str]:
@@ -201,14 +207,15 @@ class Row:
 
 
 def measure(
-    lab: Any, asked: Sequence[tuple[str, str]], known: set[str], spoil: bool = False
+    lab: Any, asked: Sequence[tuple[str, str]], known: set[str], try_knobs: bool = True, spoil: bool = False
 ) -> tuple[list[Row], Distance]:
     """Return a row for the launch's setting, each one asked for and each numerics option of the launch; and the noise.
 
     Args:
       asked: (key, value) of each --knob.
       known: keys of the installed MaxText.
-      spoil: make the launch's second run another one, and try no knob.
+      try_knobs: False runs the launch's setting and float32 alone.
+      spoil: make the launch's second run another one, which must show.
     """
     values = launch_values(lab.launch.job.settings)
     here = {key: value for key, value in values.items() if key in KNOBS and key in known and _runs_here(key, value)}
@@ -217,7 +224,7 @@ def measure(
     floor = farthest([distance(run_setting(lab, base, draw), launch) for draw in range(DRAWS)])
     again = distance(run_setting(lab, base, spoil=spoil), launch)
     rows = [Row(OWN, None, None, *verdict(again, floor), False, again, distance(launch, reference))]
-    if spoil:
+    if not try_knobs:
         return rows, floor
     keys = {key for key, _ in asked}
     tried = [(key, value, True) for key, value in asked]
@@ -267,13 +274,13 @@ def findings(rows: Sequence[Row], floor: Distance) -> list[Finding]:
         at_most("the launch's log-probs against float32", own.to_float32.logp_nats_max, 0.25, "nats",
                 "a ratio of exp(0.25) is the edge of a clip at 0.28: beyond it rounding alone clips tokens"),
     ]  # fmt: skip
-    statuses = {CHANGES: "FAIL", UNKNOWN: "known limit"}
     for row in rows[1:]:
-        if row.asked:
-            value = None if row.to_launch is None else row.to_launch.grad_relative
-            found.append(Finding(row.title, value, "relative gradient error", "within noise",
-                                 f"{NOISE_FACTOR:g} x the launch's own noise floor",
-                                 statuses.get(row.verdict, "pass")))  # fmt: skip
+        if row.asked and row.to_launch is None:
+            found.append(Finding(row.title, None, "", "", "not judged", "known limit"))
+        elif row.asked:
+            ratio, worst = over_noise(row.to_launch, floor)
+            found.append(at_most(row.title, ratio, NOISE_FACTOR, f"x the noise floor of {worst}",
+                                 "the floor is the largest of a few draws"))  # fmt: skip
     return found
 
 
@@ -307,7 +314,8 @@ def _short(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-FAULTS = {"rounded weights": "the second of two equal runs has its weights rounded to float8"}
+SPOILED = "rounded weights"
+FAULTS = {SPOILED: "the second of two equal runs has its weights rounded to float8"}
 
 
 @dataclasses.dataclass
@@ -319,13 +327,14 @@ class KnobCheck:
     name: str = "knobs"
     doc: str = "Every numerics option of the launch, and each --knob, against float32 and against the launch itself."
     faults: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(FAULTS))
+    applies: Callable[[Any, str], bool] = always
     table: list[str] = dataclasses.field(default_factory=list)
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     noise_floor: dict[str, float] | None = None
 
     def run(self, lab: Any, fault: str = "") -> list[Finding]:
         """Measure and return the findings that count; with a fault only the control is run."""
-        rows, floor = measure(lab, self.asked, self.known, spoil=bool(fault))
+        rows, floor = measure(lab, self.asked, self.known, try_knobs=not fault, spoil=fault == SPOILED)
         self.table = lines(rows, floor)
         self.rows, self.noise_floor = [row.as_dict() for row in rows], floor.as_dict()
         return findings(rows, floor)

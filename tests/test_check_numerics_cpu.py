@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import math
@@ -170,7 +171,7 @@ def test_bad_inputs(argv, message, capsys, tmp_path):
 
 
 class StubCheck:
-    """A check with given findings; with the fault it finds what `noticing` says."""
+    """A check with given findings; with the fault it finds what `noticing` says, unbroken what `found` does."""
 
     doc = "Stub."
 
@@ -179,7 +180,10 @@ class StubCheck:
         self.table, self.rows = ["a table"], []
 
     def run(self, lab, fault=""):
-        return self._noticing if fault else self._found
+        return self._noticing if fault == "broken" else self._found
+
+    def applies(self, lab, fault):
+        return True
 
 
 PASS = Finding("a thing", 1.0, "ulps", "<= 64", "rounding")
@@ -239,13 +243,17 @@ def test_a_check_that_does_not_notice_its_fault_fails_the_audit(stub, capsys):
     assert capsys.readouterr().out.startswith("MISSED      payload: something is broken\n            by nothing\n")
     assert stub([PASS], noticing=[FAIL], argv=["--audit"]) == 0
     assert "by another: 99.5 ulps, limit <= 64" in capsys.readouterr().out
+    # What fails whether broken or not has noticed nothing.
+    assert stub([FAIL], noticing=[FAIL], argv=["--audit", "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert not row["noticed"] and row["by"].startswith("nothing: with nothing broken it fails too, another: 99.5 ulps")
 
 
 def test_list_names_every_check_and_fault(capsys):
     assert tool.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(tool.NAMES)
-    assert sum(line.startswith("    --audit: ") for line in lines) == 22
+    assert sum(line.startswith("    --audit: ") for line in lines) == 25
 
 
 def test_a_list_takes_a_choice_and_a_format(capsys):
@@ -277,6 +285,20 @@ def test_a_bench_render_carries_the_launch(tmp_path):
     same = set(launch.trainer) & set(carried.trainer)
     assert len(same) > len(launch.trainer) - 5 and set(carried.orch) <= set(launch.orch) and carried.orch
     assert carried.env["MAXTEXT_EXTRA_FLAGS"] == launch.env["MAXTEXT_EXTRA_FLAGS"]
+
+
+def test_the_environment_of_jax_is_ours_and_put_back(monkeypatch):
+    """A launch's flags would end the process: a CPU's XLA does not know --xla_tpu_..., and says so by aborting."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_enable_async_collective_fusion=true")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/kept")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    before = dict(tool.os.environ)
+    with tool.jax_on_cpu():
+        inside = dict(tool.os.environ)
+    assert inside["XLA_FLAGS"] == tool.XLA_FLAGS and inside["JAX_PLATFORMS"] == "cpu"
+    assert inside["JAX_COMPILATION_CACHE_DIR"] == "/kept" and inside["TF_CPP_MIN_LOG_LEVEL"] == "3"
+    assert dict(tool.os.environ) == before
 
 
 def test_help_in_a_clean_process():
@@ -418,6 +440,8 @@ def test_verdicts():
     word, figure = numerics_knobs.verdict(far(router_flips=0.01), floor)
     assert word == "changes numerics" and figure.startswith("router_flips 0.01, ")
     assert numerics_knobs.verdict(far(logp_ulps_max=12.0), floor) == ("within noise", "")
+    assert numerics_knobs.verdict(far(update_relative=math.nan), floor)[0] == "changes numerics"
+    assert numerics_knobs.over_noise(far(logp_ulps_max=12.0, grad_relative=1e-6), floor) == (4.0, "logp_ulps_max")
 
 
 def test_the_launch_s_own_options_are_found_before_the_smoke_run_changed_them():
@@ -444,6 +468,7 @@ def test_only_knobs_that_were_asked_for_count():
     asked = numerics_knobs.findings([own, knob_row("changes numerics", "much", asked=True, **away)], far())
     assert [finding.status for finding in asked].count("FAIL") == 1
     assert asked[-1].what == "k=a -> b: changes numerics: much"
+    assert asked[-1].value == 2.0**24 and asked[-1].limit == "<= 4"  # 1.0 over float32's own rounding
     unknown = numerics_knobs.findings([own, knob_row("unknown here", "a TPU kernel", asked=True)], far())
     assert unknown[-1].status == "known limit" and unknown[-1].value is None  # not judged: neither pass nor FAIL
     poor = knob_row(to_launch=far(), to_float32=far(grad_cosine=0.9))
@@ -511,6 +536,59 @@ def test_each_check_passes_on_maxtext(lab, name):
 def test_each_fault_is_noticed(lab, name):
     rows = tool.run_audit(lab[0], {name: check(name, lab[1])}, [name])
     assert rows and [row["fault"] for row in rows if not row["noticed"]] == []
+
+
+def variant(lab, **changes):
+    """The lab with some attributes changed, its models shared; what it found out about experts is forgotten."""
+    other = copy.copy(lab[0])
+    vars(other).pop("forces_experts", None)
+    vars(other).update(changes)
+    return other
+
+
+def test_a_dense_model_has_no_router_and_no_faults_of_one(lab):
+    dense = variant(lab, experts=0)
+    assert dense.batch(packed=True)["routed_experts"] is None
+    assert [one.status for one in check("routing", lab[1]).run(dense)] == ["note"]
+    assert tool.run_audit(dense, tool.all_checks(lab[1], []), ["routing"]) == []
+
+
+def test_a_model_whose_experts_cannot_be_forced_is_a_known_limit(lab):
+    def refuse(batch):
+        raise NotImplementedError
+
+    other = variant(lab, model=lambda: types.SimpleNamespace(trace=refuse))
+    assert other.batch(packed=True)["routed_experts"] is None
+    assert [one.status for one in check("routing", lab[1]).run(other)] == ["known limit"]
+
+
+@pytest.mark.parametrize("name, broken", [
+    ("routed_experts", lambda value: None), ("advantages", lambda value: value[:, :-1]),
+    ("overlong", lambda value: value[0]), ("segment_positions", lambda value: None),
+])  # fmt: skip
+def test_a_payload_of_other_shapes_is_a_finding(lab, monkeypatch, name, broken):
+    build = numerics_checks.bench_payload.build_micro_batch
+
+    def build_broken(*args):
+        batch = build(*args)
+        return batch | {name: broken(batch[name])}
+
+    monkeypatch.setattr(numerics_checks.bench_payload, "build_micro_batch", build_broken)
+    found = check("payload", lab[1]).run(lab[0])
+    assert [one.status for one in found] == ["FAIL"] and name in found[0].what
+
+
+@pytest.mark.parametrize("seed", [2, 3, 5, 17, 24, 66])
+def test_gates_clips_and_kl_are_felt_whatever_the_seed(lab, seed):
+    other = variant(lab, seed=seed, forces_experts=True)
+    tables = {packed: numerics_grpo.table_batch(other, packed) for packed in (False, True)}
+    found = []
+    for name, (packed, options) in numerics_grpo.make_cases().items():
+        found += numerics_grpo._gates_bite(name, *tables[packed], options)
+        found += numerics_grpo._options_matter(name, *tables[packed], options)
+    assert [one.what for one in found if not one.ok] == []
+    felt = "the clip", "epsilon_c", "kl_clamp_value", "beta", "overlong", "seq_logprob_error", "truncated_importance"
+    assert all(any(f"control: {option}" in one.what for one in found) for option in felt)
 
 
 def test_a_real_run_through_main(lab, capsys, monkeypatch):
