@@ -7,6 +7,7 @@ and from the order of the gates in Tunix's distributed run, not from its code. L
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -213,19 +214,26 @@ def _ours(logits: np.ndarray, batch: Mapping[str, Any], options: Any, pad_id: in
     """Return (numerator, denominator, gradient by the logits) of tunix_standin's loss on a model that is a table."""
     import jax
 
+    _, params = _table_model(logits)
+    (total, weight), gradient = _program(options, pad_id)(params, numerics_lab.payload_of(batch))
+    return float(total), float(weight), np.asarray(jax.tree.leaves(gradient)[0])
+
+
+@functools.lru_cache
+def _program(options: Any, pad_id: int) -> Any:
+    """Return the jitted loss and gradient of a table, of (its parameters, a payload)."""
+    import jax
+    from flax import nnx
+
     import tunix_standin
 
-    graph, params = _table_model(logits)
-    payload = numerics_lab.payload_of(batch)
+    graph, _ = _table_model(np.zeros((1, 1, 1), np.float32))
 
-    def value(params: Any) -> tuple[Any, Any]:
-        from flax import nnx
-
+    def value(params: Any, payload: Any) -> tuple[Any, Any]:
         out = tunix_standin.grpo_loss_fn(nnx.merge(graph, params), payload, options, pad_id, pad_id)
         return out.primary_loss.unreduced_sum, out.primary_loss.denominator
 
-    (total, weight), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
-    return float(total), float(weight), np.asarray(jax.tree.leaves(gradient)[0])
+    return jax.jit(jax.value_and_grad(value, has_aux=True))
 
 
 def _table_model(logits: np.ndarray) -> Any:
