@@ -174,7 +174,7 @@ def jax_on_cpu() -> Iterator[None]:
     JAX_COMPILATION_CACHE_DIR says where. JAX reads all this when it is first imported, so that in a process which has
     imported it before, its devices have to do.
     """
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # MaxText logs what it raises, which is said once already
     with tempfile.TemporaryDirectory(prefix="check-numerics-") as folder:
         set_here = {"JAX_PLATFORMS": "cpu"} | ({} if "jax" in sys.modules else {"XLA_FLAGS": XLA_FLAGS})
         unless_set = {
