@@ -14,6 +14,8 @@ Checks: payload, chunking, packing, accumulation, padding, routing, grpo, knobs 
 launch's own setting and to float32, next to the noise floor, and a verdict: bit identical, within noise, changes
 numerics, or unknown here (TPU only, or a newer MaxText).
 
+The first run compiles for minutes; JAX_COMPILATION_CACHE_DIR=DIR keeps what it compiled for the next one.
+
 Exit status: 0 all pass; 1 something differs, or --audit found a check that cannot fail; 2 could not check.
 
 Examples:
@@ -74,8 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("--launch-render", metavar="FILE", help="the launch to check (default: a built-in tiny one)")
-    add("--only", type=_names, metavar="A,B", help="only these checks")
-    add("--skip", type=_names, default=(), metavar="A,B", help="all but these checks")
+    add("--only", type=_names, action="extend", default=[], metavar="A,B", help="only these checks; repeatable")
+    add("--skip", type=_names, action="extend", default=[], metavar="A,B", help="all but these checks; repeatable")
     add(
         "--knob",
         type=_knob,
@@ -88,8 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--routing-load", default="uniform", metavar="SPEC", help="of the payload, as bench_driver's (default: uniform)"
     )
     add("--routing-tolerance", type=_percent, default=0.01, metavar="P%", help="around the target (default: 1%%)")
-    add("--seed", type=int, default=0, help="of the micro-batches (default: 0)")
-    add("--list", action="store_true", help="say what each check does, and which faults --audit injects")
+    add("--seed", type=_seed, default=0, help="of the micro-batches (default: 0)")
+    add("--list", action="store_true", help="say what each check does, and which faults --audit injects; run none")
     add("--audit", action="store_true", help="break the input of each check and see that it notices")
     add("--compare", nargs=2, metavar=("A.npz", "B.npz"), help="two results of bench_driver --save-numerics")
     add("--format", choices=("text", "json", "markdown"), default="text", help="of the report (default: text)")
@@ -106,10 +108,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _knob(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
+    key, _, value = (part.strip() for part in text.partition("="))
+    if not (key and value):
         raise argparse.ArgumentTypeError(f"KEY=VALUE expected, got {text!r}")
     return key, value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a whole number from 0 expected, got {text!r}")
+    return int(text)
 
 
 def _percent(text: str) -> float:
@@ -159,25 +167,32 @@ def read_launch(path: str | None) -> Launch:
 
 @contextlib.contextmanager
 def jax_on_cpu() -> Iterator[None]:
-    """Set up JAX for this process: CPU, virtual devices, a compile cache that lasts as long as the check.
+    """Set up JAX for this process: CPU, virtual devices, a compile cache; the environment is put back afterwards.
 
-    The cache makes programs that two settings share compile once. JAX reads all this when it is first imported, so
-    that in a process which has imported it before, its devices have to do.
+    Whatever a launch exported, these checks are about a CPU: of XLA_FLAGS not even the names of TPU flags are known to
+    it. The cache makes programs that two settings share compile once, and lasts as long as the check, or longer where
+    JAX_COMPILATION_CACHE_DIR says where. JAX reads all this when it is first imported, so that in a process which has
+    imported it before, its devices have to do.
     """
-    # Whatever a launch exported, these checks are about a CPU.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes about shardings of shrunk shapes
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # MaxText imports it; it has advice about other frameworks
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # MaxText logs what it raises, which is said once already
     with tempfile.TemporaryDirectory(prefix="check-numerics-") as folder:
-        if "JAX_COMPILATION_CACHE_DIR" not in os.environ and "jax" not in sys.modules:
-            import jax
-
-            jax.config.update("jax_compilation_cache_dir", folder)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        yield
+        set_here = {"JAX_PLATFORMS": "cpu"} | ({} if "jax" in sys.modules else {"XLA_FLAGS": XLA_FLAGS})
+        unless_set = {
+            "JAX_COMPILATION_CACHE_DIR": folder,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",  # most of the programs take less than JAX's 1
+            "TF_CPP_MIN_LOG_LEVEL": "3",  # XLA's notes about shardings of shrunk shapes
+            "TRANSFORMERS_VERBOSITY": "error",  # MaxText imports it; it has advice about other frameworks
+        }
+        changed = {name: value for name, value in unless_set.items() if name not in os.environ} | set_here
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
 
 def make_lab(launch: Launch, options: argparse.Namespace) -> tuple[Any, set[str]]:
@@ -207,7 +222,7 @@ def make_lab(launch: Launch, options: argparse.Namespace) -> tuple[Any, set[str]
 # Running
 
 
-def all_checks(known: set[str], knobs: Mapping[str, str]) -> dict[str, Any]:
+def all_checks(known: set[str], knobs: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return every check by name, in order."""
     import numerics_checks
     import numerics_grpo
@@ -235,22 +250,32 @@ def run_checks(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> lis
 
 
 def run_audit(lab: Any, checks: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Run each check with each of its faults and return who noticed; the worst finding is quoted."""
+    """Run each check with each fault its launch can have and return who noticed, with the first finding that did.
+
+    A check that fails with nothing broken notices nothing.
+    """
+    from numerics_checks import UNBROKEN
+
     rows = []
     for name in names:
-        for fault, what in checks[name].faults.items():
+        faults = {fault: what for fault, what in checks[name].faults.items() if checks[name].applies(lab, fault)}
+        before = _failing(checks[name], lab, UNBROKEN) if faults else []
+        for fault, what in faults.items():
             complain("check_numerics_cpu", f"{name} with a fault: {what}")
-            noticed, how = False, "nothing"
             try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    wrong = [finding for finding in checks[name].run(lab, fault) if not finding.ok]
-                noticed = bool(wrong)
-                if wrong:
-                    how = f"{wrong[0].what}: {_number(wrong[0].value)} {wrong[0].unit}, limit {wrong[0].limit}"
-            except BenchError as error:
-                noticed, how = True, str(error)
-            rows.append({"check": name, "fault": fault, "done": what, "noticed": noticed, "by": how})
+                wrong = [] if before else _failing(checks[name], lab, fault)
+            except BenchError as error:  # refused; unbroken it was not
+                wrong = [str(error)]
+            by = f"nothing: with nothing broken it fails too, {before[0]}" if before else (wrong or ["nothing"])[0]
+            rows.append({"check": name, "fault": fault, "done": what, "noticed": bool(wrong), "by": by})
     return rows
+
+
+def _failing(check: Any, lab: Any, fault: str) -> list[str]:
+    """Return the findings of a check that count against a launch, each in a line."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = check.run(lab, fault)
+    return [f"{one.what}: {_number(one.value)} {one.unit}, limit {one.limit}" for one in found if not one.ok]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -262,8 +287,10 @@ def document(kind: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[
     return {"schema": SCHEMA, "kind": kind, "verdict": verdict(kind, rows), **more, "rows": list(rows)}
 
 
-def verdict(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return `pass` or `differs`."""
+def verdict(kind: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return `pass` or `differs`; None for a list, which judges nothing."""
+    if kind == "list":
+        return None
     if kind == "audit":
         return "pass" if all(row["noticed"] for row in rows) else "differs"
     return "differs" if any(row["status"] == "FAIL" for row in rows) else "pass"
@@ -272,6 +299,11 @@ def verdict(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def as_text(report: Mapping[str, Any]) -> str:
     """Return a report as text of at most 80 columns."""
     lines: list[str] = []
+    if report["kind"] == "list":
+        for row in report["rows"]:
+            lines += textwrap.wrap(f"{row['check']}: {row['doc']}", 80, subsequent_indent="    ")
+            lines += [f"    --audit: {what}" for what in row["faults"].values()]
+        return "\n".join(lines) + "\n"
     if report["kind"] == "audit":
         for row in report["rows"]:
             lines += _wrapped("noticed" if row["noticed"] else "MISSED", f"{row['check']}: {row['done']}")
@@ -297,17 +329,25 @@ def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, 80, initial_indent=f"{head:<12}", subsequent_indent=" " * 12)
 
 
+_FINDINGS = (("status", "check", "finding", "value", "limit", "unit", "why"),
+             ("status", "check", "what", "value", "limit", "unit", "why"))  # fmt: skip
+COLUMNS = {  # of the Markdown table of each kind of report: heads and keys
+    "checks": _FINDINGS, "compare": _FINDINGS,
+    "audit": (("check", "fault", "noticed", "by"), ("check", "done", "noticed", "by")),
+    "list": (("check", "what it checks", "faults of --audit"), ("check", "doc", "faults")),
+}  # fmt: skip
+
+
 def as_markdown(report: Mapping[str, Any]) -> str:
     """Return a report as a Markdown table."""
-    if report["kind"] == "audit":
-        head, keys = "| check | fault | noticed | by |", ("check", "done", "noticed", "by")
-    else:
-        head, keys = "| status | check | finding | value | limit | unit | why |", ("status", "check", "what", "value",
-                                                                                    "limit", "unit", "why")  # fmt: skip
-    lines = [head, "|" + " --- |" * len(keys)]
+    head, keys = COLUMNS[report["kind"]]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(keys)]
     for row in report["rows"]:
-        cells = [_number(row[key]) if key == "value" else str(row[key]).replace("|", "\\|") for key in keys]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [_number(row[key]) if key == "value" else "; ".join(row[key].values()) if key == "faults" else
+                 str(row[key]) for key in keys]  # fmt: skip
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    if report["kind"] == "list":
+        return "\n".join(lines) + "\n"
     table = ["", "```", *report["table"], "```"] if report.get("table") else []
     return "\n".join([*lines, *table, "", f"Verdict: {report['verdict']}."]) + "\n"
 
@@ -319,22 +359,22 @@ def _number(value: float | None) -> str:
 WRITERS = {"text": as_text, "markdown": as_markdown, "json": dump_json}
 
 
-def _listing(checks: Mapping[str, Any]) -> str:
-    lines = []
-    for check in checks.values():
-        lines += textwrap.wrap(f"{check.name}: {check.doc}", 80, subsequent_indent="    ")
-        lines += [f"    --audit: {what}" for what in check.faults.values()]
-    return "\n".join(lines) + "\n"
+def listing(checks: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each check: what it does, and what --audit breaks."""
+    return [{"check": name, "doc": checks[name].doc, "faults": dict(checks[name].faults)} for name in names]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; see the module's docstring."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    if options.compare and (options.audit or options.knob or options.launch_render):
-        parser.error("--compare goes with neither --audit, --knob nor --launch-render")
+    if options.compare and (options.audit or options.knob or options.launch_render or options.list or options.only
+                            or options.skip):  # fmt: skip
+        parser.error("--compare runs no check: it goes with --format and --json alone")
     if not options.compare and not chosen(options):
         parser.error("--only and --skip leave no check")
+    if options.knob and (options.audit or "knobs" not in chosen(options)):
+        parser.error("--knob is for the check `knobs`, which --audit, --only or --skip leave out")
     return run_tool("check_numerics_cpu", lambda: _run(options))
 
 
@@ -343,27 +383,28 @@ def _run(options: argparse.Namespace) -> int:
         import numerics_compare
 
         report = document("compare", numerics_compare.compare(*options.compare))
+    elif options.list:
+        report = document("list", listing(all_checks(set(), []), chosen(options)))
     else:
-        if options.list:
-            emit(_listing(all_checks(set(), {})))
-            return EXIT_OK
         with jax_on_cpu():
             report = _check(options)
     emit(WRITERS[options.format](report))
-    return EXIT_OK if report["verdict"] == "pass" else EXIT_DIFFERENT
+    return EXIT_DIFFERENT if report["verdict"] == "differs" else EXIT_OK
 
 
 def _check(options: argparse.Namespace) -> dict[str, Any]:
     launch = read_launch(options.launch_render)
     lab, known = make_lab(launch, options)
-    checks, names = all_checks(known, dict(options.knob)), chosen(options)
+    checks, names = all_checks(known, options.knob), chosen(options)
     common = {"launch": launch.name, "versions": bench_runtime.versions(),
               "shrunk": [dataclasses.asdict(change) for change in lab.plan.shrunk]}  # fmt: skip
     if options.audit:
         return document("audit", run_audit(lab, checks, names), **common)
     rows = run_checks(lab, checks, names)
-    extra = {"table": checks["knobs"].table, "knobs": checks["knobs"].rows} if "knobs" in names else {}
-    return document("checks", rows, **common, **extra)
+    if "knobs" in names:
+        knobs = checks["knobs"]
+        common |= {"table": knobs.table, "knobs": knobs.rows, "noise_floor": knobs.noise_floor}
+    return document("checks", rows, **common)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ WHY_ROUNDING = "float32 sums in another order: 2 to 16 measured, faults show fro
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One number against its limit. status: pass, FAIL, or `known limit` for what the installed MaxText cannot do."""
+    """One number against its limit.
+
+    status: pass or FAIL; `known limit` for what the installed MaxText, or a CPU, cannot do; `note` where nothing was
+    held against a limit.
+    """
 
     what: str
     value: float | None  # None where there is no number
@@ -54,16 +58,30 @@ def more_than(what: str, value: float, limit: float, unit: str, why: str) -> Fin
 def none_of(what: str, found: list[str], why: str) -> Finding:
     """Return the finding that a list of complaints must be empty; the first is quoted."""
     shown = f"{what}: {found[0]}" if found else what
-    return Finding(shown, float(len(found)), "complaints", "0", why, "FAIL" if found else "pass")
+    return Finding(shown, float(len(found)), "complaints", "<= 0", why, "FAIL" if found else "pass")
+
+
+def note(what: str, why: str) -> Finding:
+    """Return a remark: nothing was compared."""
+    return Finding(what, None, "", "", why, "note")
+
+
+UNBROKEN = "nothing"  # as a fault: what the faults break, unbroken; a check that fails then has noticed no fault
+
+
+def always(lab: Any, fault: str) -> bool:
+    """Return that a fault can be injected whatever the launch."""
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check, and the faults it must notice: name -> what is done to its input."""
+    """A check, the faults it must notice (name -> what is done to its input), and whether a lab can have a fault."""
 
     name: str
     run: Callable[..., list[Finding]]
     faults: Mapping[str, str]
+    applies: Callable[[Any, str], bool] = always
 
     @property
     def doc(self) -> str:
@@ -237,7 +255,7 @@ GENTLE = ("adam_eps=0.01", "gradient_clipping_threshold=0.0", "learning_rate=0.0
 
 def accumulation(lab: Any, fault: str = "") -> list[Finding]:
     """One micro-batch of N rows trains like N of one row, in any order; denominators are summed, not averaged."""
-    model, batch = lab.model(*GENTLE), lab.batch(packed=True, rows=4)
+    model, batch = lab.model(*GENTLE), lab.batch(packed=True)
     one_row, four_rows = lab.trainer(model, "one row"), lab.trainer(model, "four rows")
     single = [{name: value[i : i + 1] if isinstance(value, np.ndarray) else value for name, value in batch.items()}
               for i in range(4)]  # fmt: skip
@@ -279,16 +297,16 @@ def _mean_of_means(trainer: Any, parts: list[dict[str, Any]], denominator: float
 
 def padding(lab: Any, fault: str = "") -> list[Finding]:
     """Extra padding rows and columns change nothing; padding that is attended to is caught."""
-    model, found = lab.model(), []
-    for packed in (False, True):
-        batch = lab.batch(packed)
-        more = padded(batch, lab.pad_id, rows=4, columns=8)
-        kind = "packed" if packed else "padded"
-        wrong = lab.pad_id + 3 if fault == "wrong pad id" and not packed else None
+    model, found, in_rows = lab.model(), [], lab.batch(packed=True)
+    # The same sequences padded, in the shape that `packing` has compiled.
+    alone, _ = one_by_one(in_rows, numerics_lab.PROMPT, numerics_lab.WIDTH - numerics_lab.PROMPT, lab.pad_id)
+    for kind, batch in (("padded", alone), ("packed", in_rows)):
+        packed, wrong_id = kind == "packed", lab.pad_id + 3
+        more = padded(batch, wrong_id if fault == "wrong pad id" else lab.pad_id, rows=4, columns=8)
         if fault == "padding scored":
             more["completion_mask"] = np.where(more["completion_ids"] == lab.pad_id, 1.0, more["completion_mask"])
             more["completion_mask"] = more["completion_mask"].astype(np.float32)
-        plain, wide = model.view(batch), model.view(more, pad_id=wrong)
+        plain, wide = model.view(batch), model.view(more)
         rows, columns = batch["completion_ids"].shape
         at = np.ix_(np.arange(rows), np.arange(columns))
         found += [
@@ -298,7 +316,7 @@ def padding(lab: Any, fault: str = "") -> list[Finding]:
             gradients(f"{kind}: gradients", wide.grads, plain.grads),
         ]
         if not packed and not fault:
-            attended = model.view(more, pad_id=lab.pad_id + 3).logps[at]
+            attended = model.view(padded(batch, wrong_id, rows=4, columns=8)).logps[at]
             apart = measures.summary(measures.ulps(_scored(attended, batch), _scored(plain.logps, batch)))["max"]
             found.append(more_than("control: a wrong pad id shows", apart, 10 * ROUNDING_ULPS, "ulps",
                                    "padding that is attended to changes the log-probs"))  # fmt: skip
@@ -330,10 +348,10 @@ def padded(batch: Mapping[str, Any], pad_id: int, rows: int, columns: int) -> di
 
 def routing(lab: Any, fault: str = "") -> list[Finding]:
     """Forced experts are the ones used, unset tokens fall back to the gate, duplicates are refused."""
-    if lab.sizes.num_experts < 2:
-        return [Finding("no router in this model", None, "", "", "a dense model")]
+    if not lab.forces_experts:
+        return [_no_forcing(lab)]
     model, batch = lab.model(), lab.batch(packed=True)
-    forced, experts = batch["routed_experts"][:, :-1, 0], lab.sizes.num_experts
+    forced, experts = batch["routed_experts"][:, :-1, 0], lab.experts
     asked = (forced[..., None] == np.arange(experts)).any(axis=-2)
     set_here = (forced >= 0).all(axis=-1) & (batch["segment_ids"][:, :-1] > 0)
     given = dict(batch)
@@ -366,9 +384,17 @@ def routing(lab: Any, fault: str = "") -> list[Finding]:
     row, column = np.argwhere(set_here)[0]
     twice["routed_experts"][row, column, 0] = twice["routed_experts"][row, column, 0, 0]
     refused = any("same expert twice" in line for line in bench_payload.validate_batch(twice, lab.spec(packed=True)))
-    found.append(Finding("a duplicated expert is refused", float(refused), "yes=1", "1",
+    found.append(Finding("a duplicated expert is refused", float(refused), "(1 is yes)", "= 1",
                          "MaxText itself would add the two weights up", "pass" if refused else "FAIL"))  # fmt: skip
     return found
+
+
+def _no_forcing(lab: Any) -> Finding:
+    """Return why there is nothing to force."""
+    if not lab.experts:
+        return note("no router in this model", "a dense model")
+    return Finding("experts cannot be forced in this model", None, "", "",
+                   "this MaxText forces experts in some decoder blocks only", "known limit")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -380,13 +406,16 @@ def payload(lab: Any, fault: str = "") -> list[Finding]:
     spec, plan_routing, layers = lab.launch_payload()
     batch = functools.partial(bench_payload.build_micro_batch, spec, plan_routing)(lab.seed, 0)
     _break_payload(batch, spec, fault)
-    share = bench_payload.gradient_share(batch)
-    found = [
-        none_of("shapes, dtypes, masks, segments, positions, distinct experts, -1",
-                bench_payload.validate_batch(batch, spec), "a defect in the payload is a defect in every number"),
-        more_than("scored tokens that carry gradient", share, 0, "share", "a step without gradient times nothing"),
-        none_of("advantages sum to 0 over each group of rollouts", _unbalanced_groups(batch, spec),
-                "GRPO's advantages are centred"),
+    defects = bench_payload.validate_batch(batch, spec)
+    found = [none_of("shapes, dtypes, masks, segments, positions, distinct experts, -1", defects,
+                     "a defect in the payload is a defect in every number")]  # fmt: skip
+    if defects:  # the counts below are of a sound batch
+        return found
+    found += [
+        more_than("scored tokens that carry gradient", bench_payload.gradient_share(batch), 0, "share",
+                  "a step without gradient times nothing"),
+        none_of("advantages: one a sequence, summing to 0 over all rollouts", _uncentred_advantages(batch),
+                "GRPO's advantages are centred in each group of rollouts"),
     ]  # fmt: skip
     return found + (_load_findings(batch, spec, plan_routing, layers) if plan_routing is not None else [])
 
@@ -408,7 +437,11 @@ def _break_payload(batch: dict[str, Any], spec: Any, fault: str) -> None:
         batch["advantages"][:] = 0
 
 
-def _unbalanced_groups(batch: Mapping[str, Any], spec: Any) -> list[str]:
+def _payload_can_have(lab: Any, fault: str) -> bool:
+    return lab.launch.routing is not None or fault not in ("duplicated expert", "a hot shard")
+
+
+def _uncentred_advantages(batch: Mapping[str, Any]) -> list[str]:
     values = []
     for row, scored in enumerate(batch["completion_mask"] > 0):
         ids = np.ones_like(scored, int) if batch["segment_ids"] is None else batch["segment_ids"][row]
@@ -453,7 +486,7 @@ def _shard_load(routed: np.ndarray, spec: Any, plan: Any) -> float:
 
 
 CHECKS = [
-    Check("payload", payload, {
+    Check("payload", payload, applies=_payload_can_have, faults={
         "swapped segment": "two tokens change their segment", "dropped mask": "padding and prompts are scored",
         "duplicated expert": "a token meets one expert twice", "a hot shard": "half the tokens go to the first experts",
         "no advantage": "every advantage is 0"}),
@@ -467,7 +500,8 @@ CHECKS = [
         "a micro-batch dropped": "N - 1 of N", "a micro-batch twice": "the first in place of the last",
         "means averaged": "each micro-batch is divided by its own count"}),
     Check("padding", padding, {
-        "wrong pad id": "the loss is told another pad id", "padding scored": "the mask covers padding"}),
-    Check("routing", routing, {
+        "wrong pad id": "the padding is of another id than the loss is told",
+        "padding scored": "the mask covers padding"}),
+    Check("routing", routing, applies=lambda lab, fault: lab.forces_experts, faults={
         "experts of the next token": "routed_experts shifted by one", "duplicated expert": "one expert in all slots"}),
 ]  # fmt: skip

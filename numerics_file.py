@@ -93,4 +93,26 @@ def load_numerics(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise BenchError("no saved numerics", where=path, todo=todo) from error
     if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
         raise BenchError(f"not of schema {SCHEMA}", where=path, todo=todo)
+    wrong = _defect(about, arrays)
+    if wrong:
+        raise BenchError(f"damaged: {wrong}", where=path, todo=todo)
     return dict(about), arrays
+
+
+def _defect(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Return what keeps a file from being one that `save_numerics` wrote, or None."""
+    for key, kind in (("micro_batches_sha256", str), ("maxtext", dict)):
+        if not isinstance(about.get(key), kind):
+            return f"no {key}"
+    for name, dimensions in (("losses", 2), ("gradient_norms", 1)):
+        if name not in arrays:
+            return f"no {name}"
+        if arrays[name].ndim != dimensions or not arrays[name].size:
+            return f"{name} {list(arrays[name].shape)}"
+    if len(arrays["gradient_norms"]) != len(arrays["losses"]):
+        return f"{len(arrays['losses'])} steps of losses, {len(arrays['gradient_norms'])} of gradient norms"
+    if ("logps" in arrays) != ("mask" in arrays):
+        return "log-probs and mask only come together"
+    if "logps" in arrays and arrays["logps"].shape != arrays["mask"].shape:
+        return f"log-probs {list(arrays['logps'].shape)}, mask {list(arrays['mask'].shape)}"
+    return next((f"{name} is {array.dtype}" for name, array in arrays.items() if array.dtype.kind not in "fiu"), None)

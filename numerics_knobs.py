@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 import bench_config
 import numerics_measures as measures
 from bench_common import BenchError
-from numerics_checks import Finding, at_most, more_than, rounded
+from numerics_checks import Finding, always, at_most, more_than, rounded
 
 TRUTH = ("true", "false")
 FLOATS = ("float32", "bfloat16")
@@ -39,9 +39,16 @@ TPU_KNOBS = (
 REFERENCE = ("dtype=float32", "weight_dtype=float32", "grad_dtype=float32", "mu_dtype=float32", "num_vocab_tiling=1",
              "float32_gate_logits=true", "float32_logits=true", "float32_qk_product=true", "matmul_precision=highest",
              "logits_dot_in_fp32=true")  # fmt: skip
-WIDTHS = (12, 11, 10, 8, 10, 12, 10)  # of the table's columns
+COLUMNS = (  # of the table: the two lines of its head, and its width
+    ("loss", "ulps", 7), ("logp", "ulps", 7), ("", "p99.9", 7), ("KL", "nats", 8), ("top-k", "flips", 6),
+    ("grad", "ulps", 7), ("", "p99.9", 7), ("", "error", 8), ("", "cosine", 11), ("update", "error", 8),
+)  # fmt: skip
 DRAWS = 3  # orders of summation that make up the noise floor
+OWN = "(the launch's own)"  # in place of a knob: the launch's setting run a second time
 NOISE_FACTOR = 4.0  # times the floor still counts as noise: the floor is the largest of a few draws
+
+
+SAME, NOISE, CHANGES, UNKNOWN = "bit identical", "within noise", "changes numerics", "unknown here"  # the verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +104,26 @@ def farthest(distances: Sequence[Distance]) -> Distance:
     return Distance(**{name: min(found) if name == "grad_cosine" else max(found) for name, found in columns.items()})
 
 
-def verdict(apart: Distance, floor: Distance) -> str:
-    """Return `bit identical`, `within noise`, or `changes numerics` with the figure that says so."""
-    sizes, noise = apart.as_dict(), floor.as_dict()
-    sizes.pop("grad_cosine"), noise.pop("grad_cosine")
-    if not any(sizes.values()):
-        return "bit identical"
+def over_noise(apart: Distance, floor: Distance) -> tuple[float, str]:
+    """Return the largest measure in units of its noise floor, 0 where nothing differs, and which measure it is."""
+    noise = floor.as_dict()
     # KL and relative errors of float32 results have a floor of their own: the rounding of float32 itself.
     least = {"kl_nats_max": 1e-12, "grad_relative": 2.0**-24, "update_relative": 2.0**-24, "logp_nats_max": 2.0**-21}
     ratios = {name: size / max(noise[name], least.get(name, 1.0 if "ulps" in name else 1e-9))
-              for name, size in sizes.items()}  # fmt: skip
+              for name, size in apart.as_dict().items() if name != "grad_cosine"}  # fmt: skip
+    ratios = {name: math.inf if math.isnan(ratio) else ratio for name, ratio in ratios.items()}
     worst = max(ratios, key=lambda name: ratios[name])
-    if ratios[worst] <= NOISE_FACTOR:
-        return "within noise"
-    return f"changes numerics: {worst} {sizes[worst]:.3g}, {ratios[worst]:.3g} x the noise floor"
+    return ratios[worst], worst
+
+
+def verdict(apart: Distance, floor: Distance) -> tuple[str, str]:
+    """Return SAME, NOISE or CHANGES, and for CHANGES the figure that says so."""
+    ratio, worst = over_noise(apart, floor)
+    if ratio == 0:
+        return SAME, ""
+    if ratio <= NOISE_FACTOR:
+        return NOISE, ""
+    return CHANGES, f"{worst} {apart.as_dict()[worst]:.3g}, {ratio:.3g} x the noise floor"
 
 
 def launch_values(settings: Sequence[bench_config.Setting]) -> dict[str, str]:
@@ -172,55 +185,80 @@ def reorder(values: np.ndarray, order: np.ndarray) -> np.ndarray:
 class Row:
     """One knob: what was tried, and how far it is from the launch's setting and from float32."""
 
-    knob: str  # KEY=FROM -> TO
-    verdict: str
-    asked: bool  # given with --knob: `changes numerics` then counts as different
+    knob: str
+    own: str | None  # the launch's value; None where it sets none
+    tried: str | None
+    verdict: str  # SAME, NOISE, CHANGES or UNKNOWN
+    detail: str  # the figure of CHANGES, the reason of UNKNOWN
+    asked: bool  # given with --knob: CHANGES then counts as different
     to_launch: Distance | None = None
     to_float32: Distance | None = None
-    moves: str = ""  # nearer to float32, or further away
+    error_ratio: float | None = None  # gradient error against float32, over that of the launch's own setting
+
+    @property
+    def title(self) -> str:
+        """The knob, what was tried and what came of it, in a line."""
+        change = f"{self.knob}={self.own or '(default)'} -> {self.tried or '?'}" if self.knob != OWN else OWN
+        return f"{change}: {': '.join(filter(None, [self.verdict, self.detail]))}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, distances as dictionaries of their own."""
+        return dataclasses.asdict(self)
 
 
-def measure(lab: Any, asked: Mapping[str, str], known: set[str], spoil: bool = False) -> tuple[list[Row], Distance]:
-    """Return a row for each numerics option of the launch and each one asked for, and the noise floor."""
+def measure(
+    lab: Any, asked: Sequence[tuple[str, str]], known: set[str], try_knobs: bool = True, spoil: bool = False
+) -> tuple[list[Row], Distance]:
+    """Return a row for the launch's setting, each one asked for and each numerics option of the launch; and the noise.
+
+    Args:
+      asked: (key, value) of each --knob.
+      known: keys of the installed MaxText.
+      try_knobs: False runs the launch's setting and float32 alone.
+      spoil: make the launch's second run another one, which must show.
+    """
     values = launch_values(lab.launch.job.settings)
     here = {key: value for key, value in values.items() if key in KNOBS and key in known and _runs_here(key, value)}
     base = [f"{key}={value}" for key, value in here.items()]
     launch, reference = run_setting(lab, base), run_setting(lab, REFERENCE)
     floor = farthest([distance(run_setting(lab, base, draw), launch) for draw in range(DRAWS)])
     again = distance(run_setting(lab, base, spoil=spoil), launch)
-    rows = [Row("(the launch's own)", "the setting itself", False, again, distance(launch, reference))]
-    tried = {} if spoil else dict(asked) | {key: asked.get(key, "") for key in values}
-    for key, value in tried.items():
-        rows.append(_row(lab, key, values.get(key), value, base, launch, reference, floor, known))
+    rows = [Row(OWN, None, None, *verdict(again, floor), False, again, distance(launch, reference))]
+    if not try_knobs:
+        return rows, floor
+    keys = {key for key, _ in asked}
+    tried = [(key, value, True) for key, value in asked]
+    tried += [(key, alternative(key, value), False) for key, value in values.items() if key not in keys]
+    for key, value, wanted in tried:
+        reason = _unknown(key, values.get(key), value, here, known)
+        if reason:
+            rows.append(Row(key, values.get(key), value, UNKNOWN, reason, wanted))
+            continue
+        try:
+            outcome = run_setting(lab, [*base, f"{key}={value}"])
+        except (BenchError, NotImplementedError, ValueError) as error:
+            rows.append(Row(key, values.get(key), value, UNKNOWN, str(error).splitlines()[0][:160], wanted))
+            continue
+        apart, off = distance(outcome, launch), distance(outcome, reference)
+        before = rows[0].to_float32.grad_relative
+        rows.append(Row(key, values.get(key), value, *verdict(apart, floor), wanted, apart, off,
+                        off.grad_relative / before if before else None))  # fmt: skip
     return rows, floor
 
 
 def _runs_here(key: str, value: str) -> bool:
-    return value in KNOBS[key] or key in ("num_vocab_tiling",)
+    return value in KNOBS[key] or (key == "num_vocab_tiling" and value.isdigit())
 
 
-def _row(lab: Any, key: str, own: str | None, asked: str, base: list[str], launch: Outcome, reference: Outcome,
-         floor: Distance, known: set[str]) -> Row:  # fmt: skip
-    to = asked or alternative(key, own or "")
-    name = f"{key}={own or '(default)'} -> {to or '?'}"
+def _unknown(key: str, own: str | None, value: str | None, here: Mapping[str, str], known: set[str]) -> str:
+    """Return why a knob cannot be judged on this machine; empty where it can."""
     if key not in known:
-        return Row(name, "unknown here: not an option of the installed MaxText", bool(asked))
+        return "not an option of the installed MaxText"
     if key in TPU_KNOBS:
-        return Row(name, "unknown here: a TPU kernel or layout, which a CPU does not run", bool(asked))
-    if to is None:
-        return Row(name, "unknown here: its value needs a TPU's memory spaces", bool(asked))
-    try:
-        outcome = run_setting(lab, [*base, f"{key}={to}"])
-    except (BenchError, NotImplementedError, ValueError) as error:
-        return Row(name, f"unknown here: {str(error).splitlines()[0][:160]}", bool(asked))
-    apart, off = distance(outcome, launch), distance(outcome, reference)
-    before = distance(launch, reference).grad_relative
-    moves = (
-        ""
-        if not before or not off.grad_relative
-        else f"gradient error against float32 x {off.grad_relative / before:.3g}"
-    )
-    return Row(name, verdict(apart, floor), bool(asked), apart, off, moves)
+        return "a TPU kernel or layout, which a CPU does not run"
+    if key in KNOBS and own is not None and key not in here:
+        return f"a CPU does not run the launch's own {key}={own}, so there is nothing to hold it against"
+    return "" if value else "no other value to try"
 
 
 def findings(rows: Sequence[Row], floor: Distance) -> list[Finding]:
@@ -237,66 +275,71 @@ def findings(rows: Sequence[Row], floor: Distance) -> list[Finding]:
                 "a ratio of exp(0.25) is the edge of a clip at 0.28: beyond it rounding alone clips tokens"),
     ]  # fmt: skip
     for row in rows[1:]:
-        if row.asked:
-            ok = not row.verdict.startswith("changes numerics")
-            value = None if row.to_launch is None else row.to_launch.grad_relative
-            why = f"{NOISE_FACTOR:g} x the launch's own noise floor"
-            found.append(Finding(f"{row.knob}: {row.verdict}", value, "relative gradient error", "within noise", why,
-                                 "pass" if ok else "FAIL"))  # fmt: skip
+        if row.asked and row.to_launch is None:
+            found.append(Finding(row.title, None, "", "", "not judged", "known limit"))
+        elif row.asked:
+            ratio, worst = over_noise(row.to_launch, floor)
+            found.append(at_most(row.title, ratio, NOISE_FACTOR, f"x the noise floor of {worst}",
+                                 "the floor is the largest of a few draws"))  # fmt: skip
     return found
 
 
 def lines(rows: Sequence[Row], floor: Distance) -> list[str]:
     """Return the table as text, at most 80 columns."""
-    names = zip(("logp ulps", "logp nats", "KL nats", "flips", "grad err", "cosine", "update"), WIDTHS, strict=True)
-    head = "    " + "".join(f"{name:>{width}}" for name, width in names)
-    found = ["knobs: distance to the launch's own setting (L), to float32 (F), noise (N)", head, _line("N", floor)]
+    found = ["knobs: distance to the launch's own setting (L), to float32 (F), noise floor (N)"]
+    found += ["    " + "".join(f"{column[at]:>{column[2]}}" for column in COLUMNS) for at in (0, 1)]
+    found.append(_line("N", floor))
     for row in rows:
-        found.append(f"{row.knob}: {row.verdict}")
+        found.append(row.title)
         if row.to_launch is not None:
             found += [_line("L", row.to_launch), _line("F", row.to_float32)]
-        if row.moves:
-            found.append(f"    {row.moves}")
+        if row.error_ratio is not None:
+            found.append(f"    gradient error against float32 x {row.error_ratio:.3g}")
     return found
 
 
 def _line(name: str, d: Distance) -> str:
     cosine = "?" if math.isnan(d.grad_cosine) else f"{d.grad_cosine:.7f}"
-    cells = (f"{d.logp_ulps_max:.6g}", f"{d.logp_nats_max:.2e}", f"{d.kl_nats_max:.1e}", f"{d.router_flips:.2%}",
-             f"{d.grad_relative:.1e}", cosine, f"{d.update_relative:.1e}")  # fmt: skip
-    return f"  {name:<2}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+    cells = (_short(d.loss_ulps), _short(d.logp_ulps_max), _short(d.logp_ulps_p999), _short(d.kl_nats_max),
+             f"{_short(100 * d.router_flips)}%", _short(d.grad_ulps_max), _short(d.grad_ulps_p999),
+             _short(d.grad_relative), cosine, _short(d.update_relative))  # fmt: skip
+    return f"  {name:<2}" + "".join(f"{cell:>{width}}" for cell, (*_, width) in zip(cells, COLUMNS, strict=True))
 
 
-FAULTS = {"rounded weights": "the second of two equal runs has its weights rounded to float8"}
+def _short(value: float) -> str:
+    """Return a number of two digits in at most 7 characters: 12, 0.5, 1.2e5, 1.2e-13."""
+    if value == 0 or 0.1 <= value < 1e4:
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+SPOILED = "rounded weights"
+FAULTS = {SPOILED: "the second of two equal runs has its weights rounded to float8"}
 
 
 @dataclasses.dataclass
 class KnobCheck:
     """The check as check_numerics_cpu runs it; keeps the rows and their table for the report."""
 
-    asked: Mapping[str, str]
+    asked: Sequence[tuple[str, str]]
     known: set[str]
     name: str = "knobs"
     doc: str = "Every numerics option of the launch, and each --knob, against float32 and against the launch itself."
     faults: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(FAULTS))
+    applies: Callable[[Any, str], bool] = always
     table: list[str] = dataclasses.field(default_factory=list)
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    noise_floor: dict[str, float] | None = None
 
     def run(self, lab: Any, fault: str = "") -> list[Finding]:
         """Measure and return the findings that count; with a fault only the control is run."""
-        rows, floor = measure(lab, self.asked, self.known, spoil=bool(fault))
+        rows, floor = measure(lab, self.asked, self.known, try_knobs=not fault, spoil=fault == SPOILED)
         self.table = lines(rows, floor)
-        self.rows = [{"knob": "(noise floor)", **floor.as_dict()}, *(_as_dict(row) for row in rows)]
+        self.rows, self.noise_floor = [row.as_dict() for row in rows], floor.as_dict()
         return findings(rows, floor)
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"knob": row.knob, "verdict": row.verdict, "asked": row.asked, "note": row.moves}
-    for name, apart in (("to_launch", row.to_launch), ("to_float32", row.to_float32)):
-        found[name] = None if apart is None else apart.as_dict()
-    return found
-
-
-def make_check(asked: Mapping[str, str], known: set[str]) -> KnobCheck:
-    """Return the check for these --knob values on a MaxText that knows these keys."""
-    return KnobCheck(asked, known)
+def make_check(asked: Sequence[tuple[str, str]], known: set[str]) -> KnobCheck:
+    """Return the check for these --knob pairs on a MaxText that knows these keys."""
+    return KnobCheck(list(dict.fromkeys(asked)), known)

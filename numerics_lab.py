@@ -60,29 +60,40 @@ class Lab:
             raise BenchError(f"{len(jax.devices())} CPU devices, {DEVICES} needed", where="JAX",
                              todo="unset XLA_FLAGS, or start no other JAX program in this process")  # fmt: skip
         self.devices = jax.devices()[:DEVICES]
+        # The shrunk plan has experts whatever the launch has; of a dense model no layer looks at them.
+        self.experts = plan.sizes.num_experts if launch.sizes.num_experts > 1 else 0
         self._models: dict[tuple[str, ...], Model] = {}
         self._trainers: dict[tuple[int, str], Trainer] = {}
 
     @property
     def sizes(self) -> Any:
-        """Layers, experts, top-k and vocabulary of the shrunk model."""
+        """Layers, top-k and vocabulary of the shrunk model."""
         return self.plan.sizes
 
-    def model(self, *changes: str, devices: int = DEVICES, own_weights: bool = False) -> Model:
-        """Return the lab's model with `KEY=VALUE` changes, built once; all but those of other layers share weights."""
-        key, first = (*changes, str(devices)), (str(DEVICES),)
-        if key not in self._models:
-            source = None if key == first or own_weights else self.model()
-            self._models[key] = Model(self, self.settings(changes, devices), self.devices[:devices], source)
-        return self._models[key]
+    @functools.cached_property
+    def forces_experts(self) -> bool:
+        """Whether the installed MaxText can force experts in this model: MaxText 0.2.5 does in some decoder blocks."""
+        if not self.experts:
+            return False
+        try:
+            self.model().trace(self._build(self._spec(packed=True, routed=True), index=0))
+        except NotImplementedError:
+            return False
+        return True
 
-    def settings(self, changes: Sequence[str] = (), devices: int = DEVICES) -> list[Setting]:
+    def model(self, *changes: str, own_weights: bool = False) -> Model:
+        """Return the lab's model with `KEY=VALUE` changes, built once; all but those of other layers share weights."""
+        if changes not in self._models:
+            source = None if not changes or own_weights else self.model()
+            self._models[changes] = Model(self, self.settings(changes), self.devices, source)
+        return self._models[changes]
+
+    def settings(self, changes: Sequence[str] = ()) -> list[Setting]:
         """Return the MaxText settings of a lab model: the shrunk launch in float32, then the changes."""
-        own = [f"base_emb_dim={HIDDEN}", f"max_target_length={WIDTH}", f"per_device_batch_size={ROWS / devices}",
+        own = [f"base_emb_dim={HIDDEN}", f"max_target_length={WIDTH}", f"per_device_batch_size={ROWS / DEVICES}",
                "dtype=float32", "weight_dtype=float32", "grad_dtype=float32", "num_vocab_tiling=1",
                "steps=100"]  # fmt: skip
-        if devices == 1:
-            own += ["ici_fsdp_parallelism=1", "ici_expert_parallelism=1"]
+        own += [] if self.experts else ["num_experts=1", "num_experts_per_tok=1"]
         return [*self.plan.job.settings, *(Setting(*pair.split("=", 1), "lab") for pair in [*own, *changes])]
 
     def trainer(self, model: Model, name: str = "") -> Trainer:
@@ -110,21 +121,28 @@ class Lab:
             layers,
         )
 
-    def batch(self, packed: bool, index: int = 0, rows: int = ROWS, lengths: str = "") -> dict[str, Any]:
-        """Return a micro-batch of the lab's size with forced experts; packed rows hold about two sequences."""
-        experts = self.sizes.num_experts if self.sizes.num_experts > 1 else 0
-        spec = self.spec(packed, rows, lengths)
-        routing = bench_routing.RoutingSpec((None,) * spec.num_layers, 2, 2, 1, leave_unset=True) if experts else None
+    def batch(self, packed: bool, index: int = 0) -> dict[str, Any]:
+        """Return a micro-batch of the lab's size, with forced experts where MaxText takes them.
+
+        Packed rows hold about two sequences.
+        """
+        return self._build(self.spec(packed), index)
+
+    def spec(self, packed: bool) -> Any:
+        """Return the PayloadSpec of the lab's micro-batches."""
+        return self._spec(packed, routed=self.forces_experts)
+
+    def _build(self, spec: Any, index: int) -> dict[str, Any]:
+        layers = (None,) * spec.num_layers
+        routing = bench_routing.RoutingSpec(layers, 2, 2, 1, leave_unset=True) if spec.num_experts else None
         return bench_payload.build_micro_batch(spec, routing, self.seed, index)
 
-    def spec(self, packed: bool, rows: int = ROWS, lengths: str = "", layers: int | None = None) -> Any:
-        """Return the PayloadSpec of the lab's micro-batches."""
-        experts = self.sizes.num_experts if self.sizes.num_experts > 1 else 0
+    def _spec(self, packed: bool, routed: bool) -> Any:
         return bench_payload.PayloadSpec(
-            rows=rows, prompt_length=PROMPT, completion_length=WIDTH - PROMPT, packed=packed, max_segments=4,
+            rows=ROWS, prompt_length=PROMPT, completion_length=WIDTH - PROMPT, packed=packed, max_segments=4,
             vocab_size=self.sizes.vocab_size, pad_id=self.pad_id, eos_id=1 if self.pad_id != 1 else 2,
-            num_layers=layers or self.sizes.num_layers, num_experts=experts, top_k=self.sizes.top_k, num_generations=2,
-            lengths=lengths or f"uniform:20:{WIDTH // 2 if packed else WIDTH - 4}", with_old_logps=True,
+            num_layers=self.sizes.num_layers, num_experts=self.experts if routed else 0, top_k=self.sizes.top_k,
+            num_generations=2, lengths=f"uniform:20:{WIDTH // 2 if packed else WIDTH - 4}", with_old_logps=True,
             with_rollout_logps=False, with_ref_logps=False, with_overlong=False, row_width=WIDTH,
         )  # fmt: skip
 
@@ -157,7 +175,7 @@ class Model:
             yield
 
     def view(self, batch: Mapping[str, Any], *, chunk: int = 0, grads: bool = True, params: Any = None,
-             algo: Any = None, pad_id: int | None = None, logits: bool = False) -> View:  # fmt: skip
+             logits: bool = False) -> View:  # fmt: skip
         """Compute a View.
 
         Args:
@@ -165,20 +183,30 @@ class Model:
           chunk: compute_logps_chunk_size; 0 is whole rows.
           grads: whether to differentiate.
           params: other weights of the same structure.
-          algo: tunix_standin.GRPOConfig; None is plain_grpo().
-          pad_id: another one than the batch was padded with, to see that it is noticed.
           logits: also return them; grads must be off.
         """
         import jax
 
-        key = (chunk, grads, algo, self.lab.pad_id if pad_id is None else pad_id, logits)
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(functools.partial(_view, self.graph, key))
         with self.context():
-            placed = self._place(payload_of(batch))
-            out = jax.device_get(self._jitted[key](self.params if params is None else params, self.rest, placed))
+            placed, run = self._place(payload_of(batch)), self._program(chunk, grads, logits)
+            out = jax.device_get(run(self.params if params is None else params, self.rest, placed))
         loss, denominator, gradient, logps, entropy, scores = out
         return View(loss, denominator, flat(gradient) if grads else {}, logps, entropy, scores)
+
+    def trace(self, batch: Mapping[str, Any]) -> None:
+        """Trace the program of `view(batch)`, without compiling it, to see what MaxText says to it."""
+        import jax
+
+        with self.context():
+            jax.eval_shape(self._program(0, True, False), self.params, self.rest, self._place(payload_of(batch)))
+
+    def _program(self, *key: Any) -> Any:
+        """Return the jitted `_view` for (chunk, grads, logits); it compiles once for each shape."""
+        import jax
+
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(functools.partial(_view, self.graph, self.lab.pad_id, key))
+        return self._jitted[key]
 
     def _place(self, payload: Any) -> Any:
         """Put a payload's arrays where the engine's compiled step wants them; rows that do not divide are copied."""
@@ -216,23 +244,25 @@ class Model:
     def which_experts(self, batch: Mapping[str, Any], params: Any = None) -> np.ndarray:
         """Return bool [B, T - 1 or C, experts]: whose output weights the logits after a token depend on.
 
+        No experts in a dense model.
+
         Exact for a model of one layer: there a token's logits depend on its own experts and on no other token's.
         """
         params = self.params if params is None else params
         plain = self.view(batch, chunk=self.chunk, grads=False, logits=True, params=params).logits
         used = []
-        for expert in range(self.lab.sizes.num_experts):
+        for expert in range(self.lab.experts):
             other = self._perturbed(params, expert)
             changed = self.view(batch, chunk=self.chunk, grads=False, logits=True, params=other).logits
             used.append((changed != plain).any(axis=-1))
-        return np.stack(used, axis=-1)
+        return np.stack(used, axis=-1) if used else np.zeros((*plain.shape[:-1], 0), bool)
 
     def _perturbed(self, params: Any, expert: int) -> Any:
         """Return the weights with one expert's output matrix times PERTURB."""
         import jax
         import jax.numpy as jnp
 
-        experts, found = self.lab.sizes.num_experts, []
+        experts, found = self.lab.experts, []
 
         def change(path: Any, leaf: Any) -> Any:
             names = [str(getattr(part, "key", getattr(part, "name", part))) for part in path]
@@ -400,18 +430,17 @@ def _filled(shapes: Any, values: Any) -> Any:
     return nnx.from_flat_state([(path, fill(path, variable)) for path, variable in nnx.to_flat_state(shapes)])
 
 
-def _view(graph: Any, key: tuple[Any, ...], params: Any, rest: Any, example: Any) -> tuple[Any, ...]:
+def _view(graph: Any, pad_id: int, key: tuple[Any, ...], params: Any, rest: Any, example: Any) -> tuple[Any, ...]:
     import jax
     from flax import nnx
 
     import tunix_standin
 
-    chunk, grads, algo, pad_id, want_logits = key
-    algo = algo or plain_grpo()
+    chunk, grads, want_logits = key
 
     def loss(params: Any) -> tuple[Any, Any]:
         model = nnx.merge(graph, params, rest, copy=True)
-        out = tunix_standin.grpo_loss_fn(model, example, algo, pad_id, pad_id, compute_logps_chunk_size=chunk)
+        out = tunix_standin.grpo_loss_fn(model, example, plain_grpo(), pad_id, pad_id, compute_logps_chunk_size=chunk)
         logps, entropy = score(model, example, pad_id, chunk)
         return out.primary_loss.unreduced_sum, (out.primary_loss.denominator, logps, entropy)
 

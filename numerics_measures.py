@@ -17,7 +17,8 @@ INFINITE = 2.0**32  # the distance to a NaN or between infinities of two signs: 
 
 def ulps(a: Any, b: Any) -> np.ndarray:
     """Return float64, the number of float32 steps between each pair; NaN against NaN is 0, against a number 2**32."""
-    left, right = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 is infinite
+        left, right = np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32)
     distance = np.abs(_ordered(left) - _ordered(right)).astype(np.float64)
     nans = np.isnan(left), np.isnan(right)
     return np.where(nans[0] | nans[1], np.where(nans[0] & nans[1], 0.0, INFINITE), distance)
@@ -43,7 +44,8 @@ def relative_error(a: Any, b: Any) -> float:
     """Return |a - b| / |b| in the Euclidean norm, over all arrays of two mappings or two arrays."""
     left, right = _flat(a), _flat(b)
     size = float(np.linalg.norm(right))
-    apart = float(np.linalg.norm(left - right))
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities: the error is NaN or infinite, and says so
+        apart = float(np.linalg.norm(left - right))
     return apart / size if size else (0.0 if apart == 0 else math.inf)
 
 

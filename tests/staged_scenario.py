@@ -5,6 +5,7 @@ python tests/staged_scenario.py        # four virtual devices, set before JAX st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -123,30 +124,38 @@ def _placed(now: Any, start: np.ndarray, layout: Any) -> Any:
     return jax.device_put(jax.random.wrap_key_data(start) if _is_key(now) else start, layout)
 
 
-def train(recorder: Recorder, batches: list[Any], staged: str | None, fwd_bwd: Any = None) -> dict[str, Any]:
-    """Run STEPS steps of COUNT micro-batches; `staged` is None, "before" or "after" (the update)."""
+def train(recorder: Recorder, batches: list[Any], staged: str | None, worker: Any = None) -> dict[str, Any]:
+    """Run STEPS steps of COUNT micro-batches; `staged` is None, "before" or "after" (the update).
+
+    Args:
+      worker: has `fwd_bwd` and `update` and enters the mesh by itself; None calls the engine, under the mesh, because
+        JAX compiles for the mesh that it is called under.
+    """
     import jax
 
-    engine = recorder.engine
+    engine, metrics = recorder.engine, []
     recorder.compiles.take()  # JAX tells of every compile in the process, those of other engines too
-    fwd_bwd = fwd_bwd or engine.fwd_bwd
-    metrics, first = [], engine.prepare_fwd_bwd_input(batches[0]) if staged else batches[0]
-    for step in range(STEPS):
-        chosen = batches[step * COUNT : (step + 1) * COUNT]
-        following = batches[((step + 1) * COUNT) % len(batches)]
-        fwd_bwd(first)
-        for payload in chosen[1:]:
-            fwd_bwd(payload)
-        if staged == "before":
-            first = engine.prepare_fwd_bwd_input(following)
+    with contextlib.nullcontext() if worker else engine._mesh:
+        first = engine.prepare_fwd_bwd_input(batches[0]) if staged else batches[0]
+        for step in range(STEPS):
+            following = batches[((step + 1) * COUNT) % len(batches)]
+            chosen = [first, *batches[step * COUNT + 1 : (step + 1) * COUNT]]
+            first = _step(engine, worker or engine, chosen, following, staged)
+            metrics.append(jax.device_get(engine.get_metrics()))
+        return recorder.result(metrics)
+
+
+def _step(engine: Any, worker: Any, chosen: list[Any], following: Any, staged: str | None) -> Any:
+    """Run one step and return what begins the next: `following`, or that staged before or after the update."""
+    for item in chosen:
+        worker.fwd_bwd(item)
+    for moment in ("before", "after"):
+        if staged == moment:
+            following = engine.prepare_fwd_bwd_input(following)
             engine.wait_for_device()
-        engine.update()
-        if staged == "after":
-            first = engine.prepare_fwd_bwd_input(following)
-            engine.wait_for_device()
-        first = first if staged else following
-        metrics.append(jax.device_get(engine.get_metrics()))
-    return recorder.result(metrics)
+        if moment == "before":
+            worker.update()
+    return following
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -181,7 +190,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    # The tests' own flags, where they start this: they are part of the key of the compilation cache.
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     raise SystemExit(main())

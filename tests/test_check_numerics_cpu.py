@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import types
@@ -22,6 +24,7 @@ import numerics_compare
 import numerics_file
 import numerics_grpo
 import numerics_knobs
+import numerics_lab
 import numerics_measures as measures
 from bench_common import BenchError
 from numerics_checks import Finding
@@ -128,7 +131,14 @@ BAD_OPTIONS = [
     (["--routing-tolerance", "x"], "a percentage expected"),
     (["--routing-tolerance", "0"], "between 0% and 100%"),
     (["--compare", "a.npz"], "expected 2 arguments"),
-    (["--compare", "a.npz", "b.npz", "--audit"], "--compare goes with neither"),
+    *(
+        (["--compare", "a.npz", "b.npz", *more], "--compare runs no check")
+        for more in (["--audit"], ["--list"], ["--knob", "a=b"], ["--only", "payload"], ["--skip", "grpo"])
+    ),
+    (["--knob", "dtype=float32", "--only", "payload"], "--knob is for the check `knobs`"),
+    (["--knob", "dtype=float32", "--audit"], "--knob is for the check `knobs`"),
+    (["--knob", " = "], "KEY=VALUE expected"),
+    (["--seed", "-1"], "a whole number from 0 expected"),
     (["--typo"], "unrecognized arguments"),
 ]
 
@@ -162,7 +172,7 @@ def test_bad_inputs(argv, message, capsys, tmp_path):
 
 
 class StubCheck:
-    """A check with given findings; with the fault it finds what `noticing` says."""
+    """A check with given findings; with the fault it finds what `noticing` says, unbroken what `found` does."""
 
     doc = "Stub."
 
@@ -171,7 +181,10 @@ class StubCheck:
         self.table, self.rows = ["a table"], []
 
     def run(self, lab, fault=""):
-        return self._noticing if fault else self._found
+        return self._noticing if fault == "broken" else self._found
+
+    def applies(self, lab, fault):
+        return True
 
 
 PASS = Finding("a thing", 1.0, "ulps", "<= 64", "rounding")
@@ -231,13 +244,28 @@ def test_a_check_that_does_not_notice_its_fault_fails_the_audit(stub, capsys):
     assert capsys.readouterr().out.startswith("MISSED      payload: something is broken\n            by nothing\n")
     assert stub([PASS], noticing=[FAIL], argv=["--audit"]) == 0
     assert "by another: 99.5 ulps, limit <= 64" in capsys.readouterr().out
+    # What fails whether broken or not has noticed nothing.
+    assert stub([FAIL], noticing=[FAIL], argv=["--audit", "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert not row["noticed"] and row["by"].startswith("nothing: with nothing broken it fails too, another: 99.5 ulps")
 
 
 def test_list_names_every_check_and_fault(capsys):
     assert tool.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(tool.NAMES)
-    assert sum(line.startswith("    --audit: ") for line in lines) == 22
+    assert sum(line.startswith("    --audit: ") for line in lines) == 25
+
+
+def test_a_list_takes_a_choice_and_a_format(capsys):
+    assert tool.main(["--list", "--only", "grpo", "--only", "knobs,payload", "--skip", "knobs", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["kind"], report["verdict"]) == ("list", None)
+    assert [row["check"] for row in report["rows"]] == ["payload", "grpo"]
+    assert report["rows"][1]["faults"] == dict(numerics_grpo.GRPO.faults)
+    assert tool.main(["--list", "--only", "knobs", "--format", "markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].startswith("| knobs | Every numerics option of the launch")
 
 
 def test_a_launch_from_a_file_from_stdin_and_built_in(monkeypatch):
@@ -260,6 +288,20 @@ def test_a_bench_render_carries_the_launch(tmp_path):
     assert carried.env["MAXTEXT_EXTRA_FLAGS"] == launch.env["MAXTEXT_EXTRA_FLAGS"]
 
 
+def test_the_environment_of_jax_is_ours_and_put_back(monkeypatch):
+    """A launch's flags would end the process: a CPU's XLA does not know --xla_tpu_..., and says so by aborting."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_enable_async_collective_fusion=true")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/kept")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    before = dict(tool.os.environ)
+    with tool.jax_on_cpu():
+        inside = dict(tool.os.environ)
+    assert inside["XLA_FLAGS"] == tool.XLA_FLAGS and inside["JAX_PLATFORMS"] == "cpu"
+    assert inside["JAX_COMPILATION_CACHE_DIR"] == "/kept" and inside["TF_CPP_MIN_LOG_LEVEL"] == "3"
+    assert dict(tool.os.environ) == before
+
+
 def test_help_in_a_clean_process():
     done = subprocess.run([sys.executable, str(ROOT / "check_numerics_cpu.py"), "--help"], env={"PATH": "/usr/bin"},
                           capture_output=True, text=True, timeout=120)  # fmt: skip
@@ -270,14 +312,15 @@ def test_help_in_a_clean_process():
 
 
 def saved(path, **changes):
-    """Write a file as save_numerics would, of two steps of two micro-batches."""
-    about = {"schema": numerics_file.SCHEMA, "micro_batches_sha256": "ab", "seed": 0, "versions": {},
-             "maxtext": {"dtype": "float32"} | changes.pop("maxtext", {})}  # fmt: skip
-    about["micro_batches_sha256"] = changes.pop("sha", "ab")
+    """Write a file as save_numerics would, of two steps of two micro-batches; an array of None is left out."""
+    options = changes.pop("maxtext", {})
+    about = {"schema": numerics_file.SCHEMA, "micro_batches_sha256": changes.pop("sha", "ab"), "seed": 0,
+             "versions": {}, "maxtext": None if options is None else {"dtype": "float32"} | options}  # fmt: skip
     arrays = {"losses": np.array([[1.0, 2.0], [3.0, 4.0]]), "gradient_norms": np.array([1.0, 2.0]),
               "logps": np.full((2, 3), -6.0, np.float32), "mask": np.ones((2, 3), np.float32),
               "weights/a.kernel": np.ones(4, np.float32)}  # fmt: skip
-    np.savez(path, about=np.array(json.dumps(about)), **arrays | changes)
+    given = {name: value for name, value in (arrays | changes).items() if value is not None}
+    np.savez(path, about=np.array(json.dumps(about)), **given)
     return str(path)
 
 
@@ -285,8 +328,39 @@ def test_equal_runs_compare_equal(tmp_path, capsys):
     a, b = saved(tmp_path / "a.npz"), saved(tmp_path / "b.npz", maxtext={"dtype": "bfloat16"})
     assert tool.main(["--compare", a, b, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(not row["value"] for row in rows)
+    numbers = {row["what"]: row["value"] for row in rows}
+    assert numbers.pop("weights: cosine") == 1 and not any(numbers.values())
     assert rows[-1]["what"] == "MaxText option dtype: float32 -> bfloat16"
+    assert {row["status"] for row in rows if not row["limit"]} == {"note"}
+
+
+def test_what_neither_run_knows_is_said(tmp_path, capsys):
+    """A norm that no run recorded is no distance of 0, and two losses of NaN are no agreement."""
+    unknown = {"gradient_norms": np.full(2, np.nan)}
+    a, b = saved(tmp_path / "a.npz", **unknown), saved(tmp_path / "b.npz", **unknown)
+    assert tool.main(["--compare", a, b, "--json"]) == 0
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["gradient norms"]["value"] is None and rows["gradient norms"]["status"] == "note"
+    broken = {"losses": np.array([[1.0, np.nan], [np.inf, 4.0]])}
+    a, b = saved(tmp_path / "a.npz", **broken), saved(tmp_path / "b.npz", **broken)
+    assert tool.main(["--compare", a, b, "--json"]) == 1
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["losses: not finite in both runs"]["value"] == 2
+    assert rows["losses: relative difference"]["value"] is None
+
+
+def test_distances_of_two_runs_by_hand(tmp_path, capsys):
+    a = saved(tmp_path / "a.npz", **{"weights/a.kernel": np.array([3.0, 4.0, 0, 0], np.float32)})
+    b = saved(tmp_path / "b.npz", **{"weights/a.kernel": np.array([4.0, 3.0, 0, 0], np.float32)},
+              logps=np.full((2, 3), -6.5, np.float32))  # fmt: skip
+    assert tool.main(["--compare", a, b, "--json"]) == 1
+    values = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert values["weights: cosine"] == pytest.approx(24 / 25)
+    assert values["weights: relative difference"] == pytest.approx(2**0.5 / 5)
+    assert values["log-probs: largest difference"] == 0.5
+    assert values["log-probs before step 0"] == 2**20  # float32 has 2^21 steps of 2^-21 between 6 and 7
+    kl = math.exp(-0.5) - 0.5
+    assert values["log-probs: KL estimate (k3) over the scored tokens"] == pytest.approx(kl)
 
 
 @pytest.mark.parametrize("change, what", [
@@ -304,12 +378,23 @@ def test_a_difference_is_named(tmp_path, capsys, change, what):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"sha": "cd"}, "different micro-batches"), ({"losses": np.ones((3, 2))}, "losses [2, 2] and [3, 2]"),
-    ({"weights/b": np.ones(1)}, "different weights"),
+    ({"sha": "cd"}, "different micro-batches"),
+    ({"losses": np.ones((3, 2)), "gradient_norms": np.ones(3)}, "losses [2, 2] and [3, 2]"),
+    ({"weights/b": np.ones(1)}, "different weights: b none and [1]"),
+    ({"weights/a.kernel": np.ones(5)}, "different weights: a.kernel [4] and [5]"),
+    ({"weights/a.kernel": np.ones(1)}, "different weights: a.kernel [4] and [1]"),
+    ({"mask": np.zeros((2, 3))}, "different scored tokens"),
+    ({"sha": None}, "damaged: no micro_batches_sha256"), ({"maxtext": None}, "damaged: no maxtext"),
+    ({"losses": None}, "damaged: no losses"), ({"gradient_norms": None}, "damaged: no gradient_norms"),
+    ({"losses": np.ones((0, 2))}, "damaged: losses [0, 2]"), ({"losses": np.float64(1)}, "damaged: losses []"),
+    ({"gradient_norms": np.ones(1)}, "damaged: 2 steps of losses, 1 of gradient norms"),
+    ({"mask": None}, "damaged: log-probs and mask only come together"),
+    ({"mask": np.ones((2, 4))}, "damaged: log-probs [2, 3], mask [2, 4]"),
+    ({"losses": np.array([["a", "b"]] * 2)}, "damaged: losses is <U1"),
 ])  # fmt: skip
 def test_runs_that_cannot_be_compared(tmp_path, change, message):
     a, b = saved(tmp_path / "a.npz"), saved(tmp_path / "b.npz", **change)
-    with pytest.raises(BenchError, match=message.replace("[", r"\[")):
+    with pytest.raises(BenchError, match=re.escape(message)):
         numerics_compare.compare(a, b)
 
 
@@ -319,7 +404,10 @@ def test_saving_needs_a_step(tmp_path):
 
 
 def test_a_run_is_saved_and_read_back(lab, tmp_path):
-    engine = lab[0].trainer(lab[0].model()).engine
+    from flax import nnx
+
+    model = lab[0].model()  # an engine's, without the quarter of a minute in which MaxText makes one
+    engine = types.SimpleNamespace(model=nnx.merge(model.graph, model.params, model.rest, copy=True))
     batches = [lab[0].batch(packed=True)]
     run = types.SimpleNamespace(
         steps=[types.SimpleNamespace(losses=[0.5, 0.25], gradient_norm=2.0)],
@@ -331,7 +419,7 @@ def test_a_run_is_saved_and_read_back(lab, tmp_path):
     about, arrays = numerics_file.load_numerics(path)
     assert arrays["losses"].tolist() == [[0.5, 0.25]] and arrays["gradient_norms"].tolist() == [2.0]
     assert about["seed"] == 3 and about["maxtext"]["override_model_config"] == "true"
-    whole = lab[0].trainer(lab[0].model()).weights
+    whole = numerics_lab.flat(model.params)
     name = "base.decoder.logits_dense.kernel"
     assert (arrays[f"weights/{name}"] == whole[name][::18, ::128]).all()  # 4 of 72 and 4 of 512
     assert {key.removeprefix("weights/") for key in arrays if key.startswith("weights/")} == set(whole)
@@ -349,11 +437,15 @@ def far(**changes):
 
 def test_verdicts():
     floor = far(grad_relative=1e-6, logp_ulps_max=3.0)
-    assert numerics_knobs.verdict(far(), floor) == "bit identical"
-    assert numerics_knobs.verdict(far(grad_relative=3.9e-6), floor) == "within noise"
-    assert numerics_knobs.verdict(far(grad_relative=5e-6), floor).startswith("changes numerics: grad_relative 5e-06")
-    assert numerics_knobs.verdict(far(router_flips=0.01), floor).startswith("changes numerics: router_flips")
-    assert numerics_knobs.verdict(far(logp_ulps_max=12.0), floor) == "within noise"
+    assert numerics_knobs.verdict(far(), floor) == ("bit identical", "")
+    assert numerics_knobs.verdict(far(grad_relative=3.9e-6), floor) == ("within noise", "")
+    assert numerics_knobs.verdict(far(grad_relative=5e-6), floor) == (
+        "changes numerics", "grad_relative 5e-06, 5 x the noise floor")  # fmt: skip
+    word, figure = numerics_knobs.verdict(far(router_flips=0.01), floor)
+    assert word == "changes numerics" and figure.startswith("router_flips 0.01, ")
+    assert numerics_knobs.verdict(far(logp_ulps_max=12.0), floor) == ("within noise", "")
+    assert numerics_knobs.verdict(far(update_relative=math.nan), floor)[0] == "changes numerics"
+    assert numerics_knobs.over_noise(far(logp_ulps_max=12.0, grad_relative=1e-6), floor) == (4.0, "logp_ulps_max")
 
 
 def test_the_launch_s_own_options_are_found_before_the_smoke_run_changed_them():
@@ -367,20 +459,54 @@ def test_the_launch_s_own_options_are_found_before_the_smoke_run_changed_them():
     assert numerics_knobs.alternative("attention", "flash") is None
 
 
+def knob_row(verdict="bit identical", detail="", asked=False, **distances):
+    """A row of the knobs check whose knob is `k`, tried as `b` instead of `a`."""
+    return numerics_knobs.Row("k", "a", "b", verdict, detail, asked, **distances)
+
+
 def test_only_knobs_that_were_asked_for_count():
-    own = numerics_knobs.Row("(own)", "", False, far(), far(grad_cosine=0.999))
-    changed = numerics_knobs.Row("a", "changes numerics: much", False, far(grad_relative=1.0), far())
-    found = numerics_knobs.findings([own, changed], far())
+    own = knob_row(to_launch=far(), to_float32=far(grad_cosine=0.999))
+    away = {"to_launch": far(grad_relative=1.0), "to_float32": far()}
+    found = numerics_knobs.findings([own, knob_row("changes numerics", "much", **away)], far())
     assert all(finding.ok for finding in found) and len(found) == 4
-    asked = numerics_knobs.findings([own, numerics_knobs.Row("a", "changes numerics: much", True, far(), far())], far())
+    asked = numerics_knobs.findings([own, knob_row("changes numerics", "much", asked=True, **away)], far())
     assert [finding.status for finding in asked].count("FAIL") == 1
-    poor = numerics_knobs.Row("(own)", "", False, far(), far(grad_cosine=0.9))
+    assert asked[-1].what == "k=a -> b: changes numerics: much"
+    assert asked[-1].value == 2.0**24 and asked[-1].limit == "<= 4"  # 1.0 over float32's own rounding
+    unknown = numerics_knobs.findings([own, knob_row("unknown here", "a TPU kernel", asked=True)], far())
+    assert unknown[-1].status == "known limit" and unknown[-1].value is None  # not judged: neither pass nor FAIL
+    poor = knob_row(to_launch=far(), to_float32=far(grad_cosine=0.9))
     assert not all(finding.ok for finding in numerics_knobs.findings([poor], far()))
 
 
-def test_the_table_fits_80_columns():
-    rows = [numerics_knobs.Row("k=a -> b", "within noise", False, far(logp_ulps_max=12345678.0), far())]
-    assert max(map(len, numerics_knobs.lines(rows, far()))) <= 80
+def test_knobs_that_this_machine_cannot_judge():
+    known = {"dtype", "megablox", "remat_policy", "steps"}
+
+    def reason(key, own, value, here=()):
+        return numerics_knobs._unknown(key, own, value, dict(here), known)
+
+    assert reason("no_such_option", None, "1") == "not an option of the installed MaxText"
+    assert reason("megablox", "true", None) == "a TPU kernel or layout, which a CPU does not run"
+    # The launch runs custom, which names memory spaces of a TPU: full against full would be no answer.
+    assert reason("remat_policy", "custom", "full").startswith("a CPU does not run the launch's own remat_policy=cust")
+    assert reason("dtype", "float32", "bfloat16", {"dtype": "float32"}) == reason("steps", None, "3") == ""
+
+
+def test_every_knob_given_is_tried_once():
+    pairs = [("dtype", "float32"), ("dtype", "bfloat16"), ("dtype", "float32")]
+    assert numerics_knobs.make_check(pairs, set()).asked == pairs[:2]
+
+
+def test_the_table_fits_80_columns_and_holds_every_measure():
+    d = far(loss_ulps=1, logp_ulps_max=12345678, logp_ulps_p999=9999, kl_nats_max=1.23e-13, router_flips=1,
+            grad_ulps_max=45678.9, grad_ulps_p999=0.5, grad_relative=1.5e-10, grad_cosine=-0.5,
+            update_relative=0.25)  # fmt: skip
+    rows = [numerics_knobs.Row("k", "a", "b", "within noise", "", False, d, d, 1.25)]
+    table = numerics_knobs.lines(rows, d)
+    assert max(map(len, table)) <= 80
+    assert table[5].split() == ["L", "1", "1.2e7", "9999", "1.2e-13", "100%", "4.6e4", "0.5", "1.5e-10",
+                                "-0.5000000", "0.25"]  # fmt: skip
+    assert len({len(line) for line in table[2:4]} | {len(line) for line in table[5:7]}) == 1  # columns end together
 
 
 # On MaxText's own model ---------------------------------------------------------------------------------------
@@ -395,7 +521,7 @@ def lab():
 
 
 def check(name, known, knobs=None):
-    return tool.all_checks(known, knobs or {})[name]
+    return tool.all_checks(known, knobs or [])[name]
 
 
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in tool.NAMES]
@@ -414,6 +540,59 @@ def test_each_check_passes_on_maxtext(lab, name):
 def test_each_fault_is_noticed(lab, name):
     rows = tool.run_audit(lab[0], {name: check(name, lab[1])}, [name])
     assert rows and [row["fault"] for row in rows if not row["noticed"]] == []
+
+
+def variant(lab, **changes):
+    """The lab with some attributes changed, its models shared; what it found out about experts is forgotten."""
+    other = copy.copy(lab[0])
+    vars(other).pop("forces_experts", None)
+    vars(other).update(changes)
+    return other
+
+
+def test_a_dense_model_has_no_router_and_no_faults_of_one(lab):
+    dense = variant(lab, experts=0)
+    assert dense.batch(packed=True)["routed_experts"] is None
+    assert [one.status for one in check("routing", lab[1]).run(dense)] == ["note"]
+    assert tool.run_audit(dense, tool.all_checks(lab[1], []), ["routing"]) == []
+
+
+def test_a_model_whose_experts_cannot_be_forced_is_a_known_limit(lab):
+    def refuse(batch):
+        raise NotImplementedError
+
+    other = variant(lab, model=lambda: types.SimpleNamespace(trace=refuse))
+    assert other.batch(packed=True)["routed_experts"] is None
+    assert [one.status for one in check("routing", lab[1]).run(other)] == ["known limit"]
+
+
+@pytest.mark.parametrize("name, broken", [
+    ("routed_experts", lambda value: None), ("advantages", lambda value: value[:, :-1]),
+    ("overlong", lambda value: value[0]), ("segment_positions", lambda value: None),
+])  # fmt: skip
+def test_a_payload_of_other_shapes_is_a_finding(lab, monkeypatch, name, broken):
+    build = numerics_checks.bench_payload.build_micro_batch
+
+    def build_broken(*args):
+        batch = build(*args)
+        return batch | {name: broken(batch[name])}
+
+    monkeypatch.setattr(numerics_checks.bench_payload, "build_micro_batch", build_broken)
+    found = check("payload", lab[1]).run(lab[0])
+    assert [one.status for one in found] == ["FAIL"] and name in found[0].what
+
+
+@pytest.mark.parametrize("seed", [2, 3, 5, 17, 24, 66])
+def test_gates_clips_and_kl_are_felt_whatever_the_seed(lab, seed):
+    other = variant(lab, seed=seed, forces_experts=True)
+    tables = {packed: numerics_grpo.table_batch(other, packed) for packed in (False, True)}
+    found = []
+    for name, (packed, options) in numerics_grpo.make_cases().items():
+        found += numerics_grpo._gates_bite(name, *tables[packed], options)
+        found += numerics_grpo._options_matter(name, *tables[packed], options)
+    assert [one.what for one in found if not one.ok] == []
+    felt = "the clip", "epsilon_c", "kl_clamp_value", "beta", "overlong", "seq_logprob_error", "truncated_importance"
+    assert all(any(f"control: {option}" in one.what for one in found) for option in felt)
 
 
 def test_a_real_run_through_main(lab, capsys, monkeypatch):

@@ -60,7 +60,10 @@ DOCUMENTS = {
     "hlo-overlap/1": [("hlo_overlap", HLO), ("hlo_overlap", OTHER_HLO, HLO), ("hlo_overlap", OTHER_HLO, "--top=0")],
     "hlo-overlap-diff/1": [("hlo_overlap", HLO, "--diff", OTHER_HLO), ("hlo_overlap", HLO, "--diff", HLO)],
     "aot-bench/1": [("aot_bench", "--summarize", AOT_LOG), ("aot_bench", "--summarize", AOT_LOG, "--hbm-gib=30")],
-    "trainer-bench-numerics/1": [("check_numerics_cpu", "--compare", "{good}", "{good}")],
+    "trainer-bench-numerics/1": [
+        ("check_numerics_cpu", "--compare", "{good}", "{good}"),
+        ("check_numerics_cpu", "--list"),
+    ],
 }
 CASES = [(name, command) for name, commands in DOCUMENTS.items() for command in commands if command[0] in HERE]
 
@@ -109,7 +112,12 @@ def test_numerics_of_every_kind():
     row = {"check": "payload", **dataclasses.asdict(finding)}
     noticed = {"check": "payload", "fault": "x", "done": "y", "noticed": True, "by": "z"}
     more = {"launch": "tiny", "versions": {"jax": "1"}, "shrunk": []}
-    check(module.document("checks", [row], **more, table=["a"], knobs=[{"knob": "b"}]), "trainer-bench-numerics/1")
+    knobs = importlib.import_module("numerics_knobs")
+    same = knobs.Distance(*[0.0] * len(dataclasses.fields(knobs.Distance)))
+    tried = [knobs.Row("dtype", None, "float32", *knobs.verdict(same, same), True, same, same, 1.0),
+             knobs.Row("b", None, None, knobs.UNKNOWN, "not an option", True)]  # fmt: skip
+    more_of_knobs = {"table": ["a"], "knobs": [one.as_dict() for one in tried], "noise_floor": same.as_dict()}
+    check(module.document("checks", [row], **more, **more_of_knobs), "trainer-bench-numerics/1")
     check(module.document("audit", [noticed], **more), "trainer-bench-numerics/1")
 
 
