@@ -25,7 +25,13 @@ from launch_render import ARCHIVE_FILE, DRIVER_FILE, HEREDOC_MARKER, Word, kube_
 # Linux passes no single argument longer than this with its final NUL (MAX_ARG_STRLEN in binfmts.h, 32 pages of 4 KiB).
 MAX_ARGUMENT_BYTES = 128 * 2**10
 MAX_DRIVER_BYTES = 2**20
-PROVENANCE = ("BENCH_INPUT_SHA256", "BENCH_DRIVER_SHA256", "BENCH_RENDER_VERSION", "BENCH_RENDER_OPTIONS")
+PROVENANCE = (
+    "BENCH_INPUT_SHA256",
+    "BENCH_DRIVER_SHA256",
+    "BENCH_FILES_SHA256",
+    "BENCH_RENDER_VERSION",
+    "BENCH_RENDER_OPTIONS",
+)
 CARRIED = ("TRAINER_ARGV", "ORCH_ARGV")
 
 HEAD = """\
@@ -216,7 +222,11 @@ def _imports(text: str) -> set[str]:
     return modules
 
 
+def sha256(text: str) -> str:
+    """Return the hash of a file with this text, as `sha256sum` prints it."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def files_sha256(files: dict[str, str]) -> str:
     """Return the hash of all files: that of what `sha256sum *.py` prints for them in a folder, names sorted."""
-    lines = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in sorted(files.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return sha256("".join(f"{sha256(text)}  {name}\n" for name, text in sorted(files.items())))

@@ -18,7 +18,7 @@ Examples:
   # two MaxText flags changed, one libtpu flag on a smaller slice
   render_bench.py --launch-render run.yaml --name flags-a --maxtext num_moe_token_chunks=4 --maxtext sa_block_q=512
   render_bench.py --launch-render run.yaml --name half --slice tpu7x:4x4x4 --trainer-arg mesh_fsdp=16 \\
-      --libtpu xla_tpu_scoped_vmem_limit_kib=81920 | diff_render.py run.yaml -
+      --orch-arg trainer_fsdp=16 --libtpu xla_tpu_scoped_vmem_limit_kib=81920 | diff_render.py run.yaml -
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         emit(text)
     lines = [] if args.quiet else [*launch.notes, *render_report.summary(trainer, plan, changes)]
-    for line in lines + render_report.warnings(trainer, plan, document, changes):
+    for line in lines + render_report.warnings(trainer, orch_argv, plan, document, changes):
         complain(TOOL, line)
     return EXIT_OK
 

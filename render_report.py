@@ -7,12 +7,23 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bench_common import MASKED, is_secret
+from bench_common import MASKED, BenchError, is_secret
 from bench_script import DRIVER_FILE
-from launch_render import walk
+from launch_render import Word, slice_of, walk
 from render_check import Change
-from render_edit import CHECKPOINT_FLAG, CHECKPOINT_KEYS, QUEUE_LABEL, Plan, Trainer
-from render_plan import container_name, mesh_problem, pod_of
+from render_edit import (
+    CHECKPOINT_FLAG,
+    CHECKPOINT_KEYS,
+    QUEUE_LABEL,
+    Plan,
+    Trainer,
+    at,
+    flag_values,
+    orch_words,
+    trainer_words,
+)
+from render_plan import container_name, mesh_problem, orchestrator_host, pod_of
+from render_slice import RESERVATION, TOPOLOGY, parse_slice
 
 # kubectl apply keeps the object as JSON in an annotation; Kubernetes allows 256 KiB of annotations.
 MAX_APPLY_BYTES = 240 * 2**10
@@ -36,7 +47,9 @@ def _cut(text: str) -> str:
     return line if len(line) <= 60 else line[:57] + "..."
 
 
-def warnings(trainer: Trainer, plan: Plan, document: dict[str, Any], changes: Sequence[Change]) -> list[str]:
+def warnings(
+    trainer: Trainer, orch_argv: Sequence[Word], plan: Plan, document: dict[str, Any], changes: Sequence[Change]
+) -> list[str]:
     """Return what the user should know beside the changes."""
     lines = [f"{option} changes nothing: it is so already" for option in idle_options(plan, changes)]
     secrets = sorted({change.where.split()[-1] for change in changes if change.new is None and change.old == MASKED})
@@ -56,6 +69,8 @@ def warnings(trainer: Trainer, plan: Plan, document: dict[str, Any], changes: Se
         lines.append(f"{problem}, as in the launch")
     if "--trainer_backend" not in trainer.client.flags:
         lines.append("no --trainer_backend in the trainer's flags: check that it runs MaxText")
+    lines += _orchestrator_strays(trainer, orch_argv, plan)
+    lines += _slice_strays(trainer, plan) if plan.slice is not None else []
     lines += _leftovers(document, plan)
     size = len(json.dumps(document, separators=(",", ":")).encode())
     if size > MAX_APPLY_BYTES:
@@ -94,11 +109,48 @@ def _has_secret(trainer: Trainer, name: str) -> bool:
     return name in names and is_secret(name)
 
 
+def _orchestrator_strays(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> list[str]:
+    """Name what no longer agrees between the trainer and the orchestrator's flags that the bench carries."""
+    lines = []
+    orch, flags = flag_values(orch_words(orch_argv, trainer, plan)), flag_values(trainer_words(trainer.client, plan))
+    looked_for, found = orchestrator_host(trainer.client), orch.get("--discovery_id")
+    if looked_for and found and found != looked_for:
+        lines.append(f"the loss options are those of {found}, and {trainer.document.name} looks for {looked_for}")
+    before = flag_values(orch_argv)
+    for axis in ("fsdp", "expert"):  # rows of a packed micro-batch are trainer_fsdp x trainer_expert
+        mine, theirs = flags.get(f"--mesh_{axis}"), orch.get(f"--trainer_{axis}")
+        agreed = trainer.client.flags.get(f"--mesh_{axis}") == before.get(f"--trainer_{axis}")
+        if agreed and theirs is not None and mine != theirs:
+            lines.append(
+                f"--mesh_{axis} is {mine or 'unset'}, and the orchestrator's --trainer_{axis}, which sets the rows of a"
+                f" micro-batch, stays {theirs}; --orch-arg trainer_{axis}=N changes it"
+            )
+    return lines
+
+
+def _slice_strays(trainer: Trainer, plan: Plan) -> list[str]:
+    """Name what a slice of another type would need, and the renderer cannot know."""
+    try:
+        old = parse_slice(slice_of(trainer.document) or "")
+    except BenchError:
+        return []
+    if old.tpu == plan.slice.tpu:
+        return []
+    selector = pod_of(at(trainer.document.data, trainer.workers)).get("nodeSelector") or {}
+    form = "node pools of one topology" if TOPOLOGY in selector else "dynamic slicing"
+    lines = [f"{plan.slice} is asked for as {old} was, by {form}: does the cluster offer it so?"]
+    if RESERVATION in selector:
+        lines.append(f"the reservation {selector[RESERVATION]} stays, and the launch asked it for {old}")
+    return lines
+
+
 def _leftovers(document: dict[str, Any], plan: Plan) -> list[str]:
-    """Name the fields that still point at a host of the production JobSet."""
+    """Name the fields that still hold the name of the production JobSet, or of one of its hosts."""
     host = re.compile(rf"(?<![\w-]){re.escape(plan.old_name)}-[a-z0-9-]+-\d+-\d+\b")
-    return [
-        f"{'.'.join(map(str, path))} still names a host of {plan.old_name}"
-        for path, value in walk(document)
-        if isinstance(value, str) and host.search(value)
-    ]
+    lines = []
+    for path, value in walk(document):
+        if value == plan.old_name:
+            lines.append(f"{'.'.join(map(str, path))} is still {plan.old_name}")
+        elif isinstance(value, str) and host.search(value):
+            lines.append(f"{'.'.join(map(str, path))} still names a host of {plan.old_name}")
+    return lines
