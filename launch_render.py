@@ -3,7 +3,7 @@
 `read_render` finds the Kubernetes objects in a stream full of log lines, `clients` takes apart the
 container that runs a Python program (its assignments, program and flags, word by word), and a few
 small functions read the formats inside it: shell words, the kubelet's `$(NAME)`, flags, key=value
-lists. Reading only: what a bench changes is in render_bench.py. Standard library and PyYAML.
+lists. Reading only: what a bench changes is in render_edit.py. Standard library and PyYAML.
 """
 
 from __future__ import annotations

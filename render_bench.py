@@ -109,9 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _join_dashes(argv: Sequence[str]) -> list[str]:
     """Let `--libtpu --xla_flag=1` be written as it is: argparse would take the value for an option of its own."""
+    takes_dashes = r"--(libtpu|trainer-arg|orch-arg)(-unset)?|--keep-secret"
     joined: list[str] = []
     for word in argv:
-        if joined and re.fullmatch(r"--(libtpu|trainer-arg|orch-arg)(-unset)?", joined[-1]) and word.startswith("-"):
+        if joined and re.fullmatch(takes_dashes, joined[-1]) and word.startswith("-"):
             joined[-1] += f"={word}"
         else:
             joined.append(word)

@@ -98,6 +98,7 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
       BenchError: something asked for cannot be carried out.
     """
     document = copy.deepcopy(trainer.document.data)
+    _rename(document, plan)  # before the edits: a value that was asked for stays what it is
     container = at(document, trainer.client.path)
     libtpu = _LibtpuEdits(document, trainer, plan)
     container["command"][-1] = bench_script.compose(
@@ -115,7 +116,6 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
         container["image"] = plan.image
     if isinstance(container.get("env"), list):
         container["env"] = [entry for entry in container["env"] if not plan.drops(entry.get("name", ""))]
-    _rename(document, plan)
     _set_restarts(document)
     _set_scheduling(document, plan)
     if plan.slice is not None:
@@ -323,11 +323,24 @@ def variable(client: Client, name: str) -> str:
     return word.value if word is not None else ""
 
 
+def maxtext_keys(client: Client, plan: Plan) -> dict[str, str]:
+    """Return the keys of MAXTEXT_EXTRA_FLAGS that the bench runs with, the last one of a name winning."""
+    tokens = [token.partition("=") for token in variable(client, "MAXTEXT_EXTRA_FLAGS").split()]
+    items = [(key, value) for key, _, value in tokens]
+    edits = _maxtext_edits(client, plan)
+    return dict(edit_list(items, edits, lambda item: item[0], lambda edit: (edit.key, edit.value or "")))
+
+
+def _maxtext_edits(client: Client, plan: Plan) -> list[Edit]:
+    word = last_word(client, "MAXTEXT_EXTRA_FLAGS")
+    keys = [token.partition("=")[0] for token in (word.text.split() if word else ())]
+    return [*own_maxtext_edits(client, plan, keys), *plan.of_kind("maxtext")]
+
+
 def maxtext_raw(client: Client, plan: Plan) -> str | None:
     """Return the new text of MAXTEXT_EXTRA_FLAGS, None where it stays as it is."""
     word = last_word(client, "MAXTEXT_EXTRA_FLAGS")
-    keys = [token.partition("=")[0] for token in (word.text.split() if word else ())]
-    edits = [*own_maxtext_edits(client, plan, keys), *plan.of_kind("maxtext")]
+    edits = _maxtext_edits(client, plan)
     return edit_tokens("MAXTEXT_EXTRA_FLAGS", word, edits, lambda edit: f"{edit.key}={edit.value}") if edits else None
 
 

@@ -39,9 +39,9 @@ from render_edit import (
     Plan,
     Trainer,
     flag_values,
+    maxtext_keys,
     output_directory,
     trainer_words,
-    variable,
 )
 from render_slice import Slice, mesh_devices, parse_slice
 
@@ -299,7 +299,7 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
         output_directory=args.output_directory,
         load_checkpoint=args.load_checkpoint == "keep",
         sidecars_init=args.sidecars == "init",
-        keep_secrets=frozenset(args.keep_secret),
+        keep_secrets=frozenset(name.lstrip("-") for name in args.keep_secret),
         driver_flags=tuple(flags),
         files=files,
         provenance=tuple(provenance.items()),
@@ -475,13 +475,7 @@ def check_trainer(trainer: Trainer, plan: Plan) -> None:
 def mesh_problem(trainer: Trainer, plan: Plan) -> str | None:
     """Return why the mesh of the bench does not fit its slice; None where it does, or where that is unknown."""
     flags = flag_values(trainer_words(trainer.client, plan))
-    extra = variable(trainer.client, "MAXTEXT_EXTRA_FLAGS").split()
-    keys = {key: value for key, _, value in (token.partition("=") for token in extra)}
-    for edit in plan.of_kind("maxtext"):
-        keys.pop(edit.key, None)
-        if not edit.unset:
-            keys[edit.key] = edit.value or ""
-    mesh = mesh_devices(flags, keys)
+    mesh = mesh_devices(flags, maxtext_keys(trainer.client, plan))
     try:
         here = plan.slice or parse_slice(slice_of(trainer.document) or "")
     except BenchError:

@@ -14,13 +14,17 @@ from render_check import Change
 from render_edit import (
     CHECKPOINT_FLAG,
     CHECKPOINT_KEYS,
+    OUTPUT_FLAG,
     QUEUE_LABEL,
     Plan,
     Trainer,
     at,
+    flag_of,
     flag_values,
+    maxtext_keys,
     orch_words,
     trainer_words,
+    variable,
 )
 from render_plan import container_name, mesh_problem, orchestrator_host, pod_of
 from render_slice import RESERVATION, TOPOLOGY, parse_slice
@@ -56,7 +60,7 @@ def warnings(
     if secrets:
         lines.append(f"not carried over, being secrets: {', '.join(secrets)} (--keep-secret NAME keeps one)")
     lines += [f"{name} is no secret of this launch, and --keep-secret changes nothing"
-              for name in sorted(plan.keep_secrets) if not _has_secret(trainer, name)]  # fmt: skip
+              for name in sorted(plan.keep_secrets - _secrets(trainer, orch_argv))]  # fmt: skip
     pod = pod_of(trainer.document.data["spec"]["replicatedJobs"][trainer.client.path[2]])
     beside = [container_name(box) for box in pod["containers"] if box is not trainer.client.container]
     if beside and not plan.sidecars_init:
@@ -71,7 +75,7 @@ def warnings(
         lines.append("no --trainer_backend in the trainer's flags: check that it runs MaxText")
     lines += _orchestrator_strays(trainer, orch_argv, plan)
     lines += _slice_strays(trainer, plan) if plan.slice is not None else []
-    lines += _leftovers(document, plan)
+    lines += _leftovers(document, plan) + _production_folders(trainer, plan)
     size = len(json.dumps(document, separators=(",", ":")).encode())
     if size > MAX_APPLY_BYTES:
         lines.append(f"{size / 1024:.0f} KiB as JSON: too large for kubectl apply; use kubectl apply --server-side")
@@ -103,10 +107,13 @@ def idle_options(plan: Plan, changes: Sequence[Change]) -> list[str]:
     return idle
 
 
-def _has_secret(trainer: Trainer, name: str) -> bool:
-    names = {key for key, _ in trainer.client.assignments} | {flag[2:] for flag in trainer.client.flags}
-    names |= {entry.get("name") for entry in trainer.client.container.get("env") or []}
-    return name in names and is_secret(name)
+def _secrets(trainer: Trainer, orch_argv: Sequence[Word]) -> set[str]:
+    """Return the names of the secrets that a bench of this launch could carry."""
+    client = trainer.client
+    names = {key for key, _ in client.assignments} | {flag_of(word) for word in (*client.argv, *orch_argv)}
+    names |= {entry.get("name", "") for entry in client.container.get("env") or []}
+    names |= {token.partition("=")[0] for token in variable(client, "MAXTEXT_EXTRA_FLAGS").split()}
+    return {name for name in names if is_secret(name)}
 
 
 def _orchestrator_strays(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> list[str]:
@@ -142,6 +149,18 @@ def _slice_strays(trainer: Trainer, plan: Plan) -> list[str]:
     if RESERVATION in selector:
         lines.append(f"the reservation {selector[RESERVATION]} stays, and the launch asked it for {old}")
     return lines
+
+
+def _production_folders(trainer: Trainer, plan: Plan) -> list[str]:
+    """Name what the trainer is still told to put, or to look for, in the folder that the launch writes to."""
+    original = (trainer.client.flags.get(OUTPUT_FLAG) or "").rstrip("/")
+    if not original:
+        return []
+    given = {**dict(trainer.client.env), **maxtext_keys(trainer.client, plan)}
+    given |= flag_values(trainer_words(trainer.client, plan))
+    known = (OUTPUT_FLAG, CHECKPOINT_FLAG, *CHECKPOINT_KEYS)  # the bench's own folder, and what is only read
+    return [f"{name} still points into {original}, the launch's own folder" for name, value in given.items()
+            if name not in known and f"{value.rstrip('/')}/".startswith(f"{original}/")]  # fmt: skip
 
 
 def _leftovers(document: dict[str, Any], plan: Plan) -> list[str]:

@@ -301,6 +301,13 @@ def test_a_dollar_in_a_libtpu_flag_reaches_every_carrier_as_it_was_given(run):
     assert all("--xla_new=$(JOB_INDEX)$" in text for text in flags), flags
 
 
+def test_an_asked_for_value_that_is_the_production_name_stays(run):
+    result = run(DRYRUN, "--libtpu", "xla_new=ada-train", "--trainer-arg", "note=ada-train", "--env", "NOTE=ada-train")
+    assert result.code == 0, result.err
+    assert box(result.data, "pathways-proxy")["args"][-1] == "--xla_new=ada-train"
+    assert result.argv["--note"] == result.client.env["NOTE"] == "ada-train"
+
+
 def test_a_duplicate_key_or_flag_is_changed_where_it_counts(run):
     text = TINY.read_text().replace('MAXTEXT_EXTRA_FLAGS="', 'MAXTEXT_EXTRA_FLAGS="gdn_chunk_size=16 ')
     result = run(text, "--maxtext", "gdn_chunk_size=32")
@@ -472,6 +479,18 @@ def test_keys_of_production_in_the_extra_flags_become_the_benchs(run):
     assert "s3cr3t" not in result.out + result.err
 
 
+def test_what_still_points_into_the_production_folder_is_named(run):
+    extra = "dump_hlo_gcs_path=gs://example-rl/maxtext/tiny/hlo load_parameters_path=gs://example-rl/maxtext/tiny/0 "
+    text = TINY.read_text().replace('MAXTEXT_EXTRA_FLAGS="', f'MAXTEXT_EXTRA_FLAGS="{extra}')
+    text = text.replace(
+        "--port=20002", "--port=20002 --other=gs://example-rl/maxtext/tiny-2 --notes=gs://example-rl/maxtext/tiny"
+    )
+    named = re.findall(r"(\S+) still points into gs://example-rl/maxtext/tiny, ", run(text).err)
+    assert named == ["dump_hlo_gcs_path", "--notes"]
+    fixed = run(text, "--maxtext-unset", "dump_hlo_gcs_path", "--trainer-arg", "notes=gs://mine")
+    assert "still points into" not in fixed.err
+
+
 def test_run_flags_leave_the_trainers_argv(run):
     text = TINY.read_text().replace("--port=20002", "--port=20002 --weight_sync_mode=raiden --no-weight_sync_async")
     argv = run(text).argv
@@ -498,6 +517,18 @@ def test_secrets_are_dropped_named_and_masked(run):
     kept = run(text, "--keep-secret", "HF_TOKEN", "--keep-secret", "WANDB_API_KEY")
     assert kept.client.env["HF_TOKEN"] == "s3cr3t-token" and "s3cr3t" not in kept.err
     assert {"name": "WANDB_API_KEY", "value": "s3cr3t-env"} in box(kept.data, "main")["env"]
+
+
+def test_every_secret_can_be_kept_by_the_name_that_was_shown(run):
+    text = TINY.read_text().replace('MAXTEXT_EXTRA_FLAGS="', 'MAXTEXT_EXTRA_FLAGS="hf_access_token=s3cr3t ')
+    text = text.replace("--port=20002", "--port=20002 --hf_token=s3cr3t").replace(
+        "--seed=42", "--seed=42 --api_key=s3cr3t"
+    )
+    shown = re.search(r"being secrets: (.*) \(--keep", run(text).err)[1].split(", ")
+    assert shown == ["--api_key", "--hf_token", "hf_access_token"]
+    kept = run(text, *(word for name in shown for word in ("--keep-secret", name)))
+    assert kept.out.count("s3cr3t") == 3 and "s3cr3t" not in kept.err
+    assert "changes nothing" not in kept.err and "not carried over" not in kept.err
 
 
 def test_a_secret_that_is_asked_for_is_masked_everywhere_else(run):
