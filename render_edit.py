@@ -186,16 +186,16 @@ def edit_list(
     items: Iterable[Item], edits: Iterable[Edit], key_of: Callable[[Item], str], make: Callable[[Edit], Item]
 ) -> list[Item]:
     """Apply edits in order: the last item of a key is replaced in place, a new key is appended, `unset` takes all."""
-    result = list(items)
+    keyed = [(key_of(item), item) for item in items]
     for edit in edits:
-        places = [i for i, item in enumerate(result) if key_of(item) == edit.key]
+        places = [i for i, (key, _) in enumerate(keyed) if key == edit.key]
         if edit.unset:
-            result = [item for i, item in enumerate(result) if i not in places]
+            keyed = [pair for pair in keyed if pair[0] != edit.key]
         elif places:
-            result[places[-1]] = make(edit)
+            keyed[places[-1]] = (edit.key, make(edit))
         else:
-            result.append(make(edit))
-    return result
+            keyed.append((edit.key, make(edit)))
+    return [item for _, item in keyed]
 
 
 def flag_of(word: Word) -> str:
