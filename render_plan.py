@@ -256,6 +256,17 @@ def orchestrator_argv(args: argparse.Namespace, launch: Render, trainer: Client)
 # --- from options to a plan -----------------------------------------------------------------------
 
 
+# Option -> what its value looks like. Kubernetes: a namespace is an RFC 1123 label, a priority class a subdomain,
+# and the queue a label's value.
+_JOB_VALUES = {
+    "image": (r"[!-~]+", "one word"),
+    "output_directory": (r"[!-~]+", "one word"),
+    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and hyphens"),
+    "priority": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, hyphens and points"),
+    "queue": (r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", "at most 63 letters, digits, hyphens and points"),
+}
+
+
 def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_sha256: str) -> Plan:
     """Return what is to be done, checked.
 
@@ -264,16 +275,8 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
     """
     new_slice = parse_slice(args.slice) if args.slice else None
     check_name(args.name, trainer, launch, new_slice)
-    for option, (form, what) in _JOB_VALUES.items():
-        value = getattr(args, option)
-        if value is not None and not re.fullmatch(form, value):
-            raise BenchError(f"--{option.replace('_', '-')} {value!r} is no name", todo=f"give {what}")
     edits = last_edits(parse_edit(option, text) for option, text in args.edits)
-    loads = {("trainer-arg", CHECKPOINT_FLAG[2:]), *(("maxtext", key) for key in CHECKPOINT_KEYS)}
-    loading = [edit for edit in edits if (edit.kind, edit.key) in loads and not edit.unset]
-    if loading and args.load_checkpoint == "none":
-        asked = f"--{loading[0].kind} {loading[0].key}"
-        raise BenchError(f"--load-checkpoint none and {asked} contradict each other", todo="leave one out")
+    check_options(args, edits)
     files = bench_script.embedded_files(args.driver)
     flags = driver_flags(args)
     if args.routing_load is not None:
@@ -306,15 +309,17 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
     )
 
 
-# Option -> what its value looks like. Kubernetes: a namespace is an RFC 1123 label, a priority class a subdomain,
-# and the queue a label's value.
-_JOB_VALUES = {
-    "image": (r"[!-~]+", "one word"),
-    "output_directory": (r"[!-~]+", "one word"),
-    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and hyphens"),
-    "priority": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, hyphens and points"),
-    "queue": (r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", "at most 63 letters, digits, hyphens and points"),
-}
+def check_options(args: argparse.Namespace, edits: Iterable[Edit]) -> None:
+    """Refuse what is no name to Kubernetes, and options that contradict each other."""
+    for option, (form, what) in _JOB_VALUES.items():
+        value = getattr(args, option)
+        if value is not None and not re.fullmatch(form, value):
+            raise BenchError(f"--{option.replace('_', '-')} {value!r} is no name", todo=f"give {what}")
+    loads = {("trainer-arg", CHECKPOINT_FLAG[2:]), *(("maxtext", key) for key in CHECKPOINT_KEYS)}
+    loading = [edit for edit in edits if (edit.kind, edit.key) in loads and not edit.unset]
+    if loading and args.load_checkpoint == "none":
+        asked = f"--{loading[0].kind} {loading[0].key}"
+        raise BenchError(f"--load-checkpoint none and {asked} contradict each other", todo="leave one out")
 
 
 def check_name(name: str, trainer: Trainer, launch: Render, new_slice: Slice | None) -> None:

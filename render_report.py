@@ -145,7 +145,7 @@ def _slice_strays(trainer: Trainer, plan: Plan) -> list[str]:
         return []
     selector = pod_of(at(trainer.document.data, trainer.workers)).get("nodeSelector") or {}
     form = "node pools of one topology" if TOPOLOGY in selector else "dynamic slicing"
-    lines = [f"{plan.slice} is asked for as {old} was, by {form}: does the cluster offer it so?"]
+    lines = [f"the scheduling fields keep the form of {old}, {form}: check that the cluster offers {plan.slice} so"]
     if RESERVATION in selector:
         lines.append(f"the reservation {selector[RESERVATION]} stays, and the launch asked it for {old}")
     return lines
@@ -156,7 +156,8 @@ def _production_folders(trainer: Trainer, plan: Plan) -> list[str]:
     original = (trainer.client.flags.get(OUTPUT_FLAG) or "").rstrip("/")
     if not original:
         return []
-    given = {**dict(trainer.client.env), **maxtext_keys(trainer.client, plan)}
+    asked = {edit.key: edit.value or "" for edit in plan.of_kind("env")}
+    given = {**trainer.client.env, **asked, **maxtext_keys(trainer.client, plan)}
     given |= flag_values(trainer_words(trainer.client, plan))
     known = (OUTPUT_FLAG, CHECKPOINT_FLAG, *CHECKPOINT_KEYS)  # the bench's own folder, and what is only read
     return [f"{name} still points into {original}, the launch's own folder" for name, value in given.items()

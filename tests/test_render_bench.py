@@ -619,11 +619,12 @@ def test_rows_that_no_longer_follow_the_mesh_are_named(run):
 
 def test_a_slice_of_another_type_says_what_it_keeps(run):
     result = run(DRYRUN, "--slice", "tpuv5p:4x8x8")
-    assert "tpuv5:4x8x8 is asked for as tpu7x:4x4x8 was, by dynamic slicing" in result.err
+    form = "the scheduling fields keep the form of {}: check that the cluster offers {} so"
+    assert form.format("tpu7x:4x4x8, dynamic slicing", "tpuv5:4x8x8") in result.err
     assert "the reservation example-block stays, and the launch asked it for tpu7x:4x4x8" in result.err
     static = run(TINY, "--slice", "tpu7x:2x2x1", "--trainer-arg", "mesh_fsdp=4")
-    assert "by node pools of one topology" in static.err
-    assert "is asked for as" not in run(TINY, "--slice", "tpuv5:2x2x2", "--trainer-arg", "mesh_fsdp=4").err
+    assert form.format("tpuv5:2x2x1, node pools of one topology", "tpu7x:2x2x1") in static.err
+    assert "scheduling fields" not in run(TINY, "--slice", "tpuv5:2x2x2", "--trainer-arg", "mesh_fsdp=4").err
 
 
 def test_a_mesh_that_does_not_fit_the_slice_is_refused(run):
