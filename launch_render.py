@@ -340,7 +340,7 @@ def script_role(script: str) -> str:
     return (mains[-1].split(".")[-2:-1] or [""])[0]
 
 
-_BENCH_PROGRAM = re.compile(rf"^\S*python[0-9.]* \S*{re.escape(DRIVER_FILE)}", re.MULTILINE)
+_BENCH_PROGRAM = re.compile(rf"^\S*python[0-9.]*[\"']? \S*{re.escape(DRIVER_FILE)}", re.MULTILINE)
 
 
 def client_containers(document: Document) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any], str]]:

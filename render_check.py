@@ -315,7 +315,9 @@ def _client_changes(trainer: Trainer, new: Client, orch_argv: Sequence[Word], pl
     _require(new.sources == plan.files, "the embedded files are not what was read")
     _require(new.before.startswith(bench_script.HEAD), "the wrapper's opening changed")
     packed = f'/{ARCHIVE_FILE}" <<' in new.before
-    _require(packed == (bench_script.UNPACK in new.before), "the archive is not unpacked as it should be")
+    python = old.program[0].raw
+    _require(new.program[0].raw == python, "another interpreter runs the driver")
+    _require(packed == (bench_script.unpack(python) in new.before), "the archive is not unpacked as it should be")
     _require(new.after == bench_script.TAIL, "the wrapper's end changed")
     found = _env_changes(old, new, plan)
     argv = dict(flag_items(new.carried_argv("TRAINER_ARGV")))

@@ -109,6 +109,7 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
             orch_argv=orch_words(orch_argv, trainer, plan),
             provenance=plan.provenance,
             flags=plan.driver_flags,
+            python=trainer.client.program[0].raw,
         ),
     )
     libtpu.edit_containers()

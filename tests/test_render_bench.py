@@ -789,6 +789,18 @@ def test_live_words_stay_live_beside_edits(run, tmp_path):
     assert "--lora_rank=field-POD_INDEX" in shlex.split(env["TRAINER_ARGV"])
 
 
+@pytest.mark.parametrize("python", ["python3", "/opt/venv/bin/python3.12", '"$VIRTUAL_ENV/bin/python"'])
+def test_the_launchers_interpreter_runs_the_driver(run, python, tmp_path):
+    result = run(TINY.read_text().replace("python -m tunix", f"{python} -m tunix"))
+    assert result.code == 0, result.err
+    assert f'\n{python} "$BENCH_DIR/bench_driver.py"\n' in result.client.script
+    (tmp_path / "bench_driver.py").write_text("import big_module\n")
+    (tmp_path / "big_module.py").write_text("".join(f"x{i} = {i * i}\n" for i in range(12000)))
+    packed = run(TINY.read_text().replace("python -m tunix", f"{python} -m tunix"),
+                 driver_file=tmp_path / "bench_driver.py")  # fmt: skip
+    assert f'\n{python} -c "import bz2' in packed.client.script and lr.script_role(packed.client.script) == "bench"
+
+
 def test_the_wrapper_prints_nothing_of_its_own(run, tmp_path):
     """The driver's last line of stdout is its result; nothing may follow it."""
     client = run(DRYRUN).client
