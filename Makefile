@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST = $(BIN)/python -m pytest
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
+PACKAGES = -c constraints.txt -e '.[aot,plot,test]'
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## render a launch and run the rendered command on this machine's CPU
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
@@ -39,8 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "make: no Python >= 3.12 found; name one: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	echo "setting up $(VENV) with $$("$$python" --version)"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV); \
-	if $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv; \
-	  then install="$(BIN)/uv pip install -q --python $(BIN)/python"; \
-	  else install="$(BIN)/python -m pip install -q --disable-pip-version-check"; fi; \
-	$$install -c constraints.txt -e '.[aot,plot,test]'
+	if $(PIP) -c constraints.txt uv && $(BIN)/uv pip install -q --python $(BIN)/python $(PACKAGES); then exit 0; fi; \
+	echo "no uv here, or none that reaches the registry as pip is set up to: pip takes its place" >&2; \
+	$(PIP) $(PACKAGES)
 	@touch $@

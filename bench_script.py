@@ -25,7 +25,13 @@ from launch_render import ARCHIVE_FILE, DRIVER_FILE, HEREDOC_MARKER, Word, kube_
 # Linux passes no single argument longer than this with its final NUL (MAX_ARG_STRLEN in binfmts.h, 32 pages of 4 KiB).
 MAX_ARGUMENT_BYTES = 128 * 2**10
 MAX_DRIVER_BYTES = 2**20
-PROVENANCE = ("BENCH_INPUT_SHA256", "BENCH_DRIVER_SHA256", "BENCH_RENDER_VERSION", "BENCH_RENDER_OPTIONS")
+PROVENANCE = (
+    "BENCH_INPUT_SHA256",
+    "BENCH_DRIVER_SHA256",
+    "BENCH_FILES_SHA256",
+    "BENCH_RENDER_VERSION",
+    "BENCH_RENDER_OPTIONS",
+)
 CARRIED = ("TRAINER_ARGV", "ORCH_ARGV")
 
 HEAD = """\
@@ -38,7 +44,7 @@ _sigterm() { STOPPING=1; if [ -n "$PID" ]; then kill -TERM "$PID" 2>/dev/null; e
 trap _sigterm TERM
 """
 UNPACK = f"""\
-python -c "import bz2, json, sys
+{{python}} -c "import bz2, json, sys
 for name, text in json.load(bz2.open(sys.argv[1] + '/{ARCHIVE_FILE}')).items():
     open(sys.argv[1] + '/' + name, 'w', encoding='utf-8').write(text)" "$BENCH_DIR"
 """
@@ -66,6 +72,7 @@ class Startup(NamedTuple):
       trainer_argv, orch_argv: the words that TRAINER_ARGV and ORCH_ARGV carry.
       provenance: (name, value) of PROVENANCE.
       flags: the driver's own flags, as text for the shell.
+      python: the interpreter as the launcher wrote it.
     """
 
     assignments: Sequence[tuple[str, str]]
@@ -73,6 +80,7 @@ class Startup(NamedTuple):
     orch_argv: Sequence[Word]
     provenance: Sequence[tuple[str, str]]
     flags: Sequence[str]
+    python: str
 
 
 def compose(files: dict[str, str], startup: Startup) -> str:
@@ -93,17 +101,17 @@ def compose(files: dict[str, str], startup: Startup) -> str:
         *(f"{name}={raw}" for name, raw in startup.assignments),
         *carried,
         *(f"{name}={quote(value)}" for name, value in startup.provenance),
-        " ".join(["python", f'"$BENCH_DIR/{DRIVER_FILE}"', *startup.flags]),
+        " ".join([startup.python, f'"$BENCH_DIR/{DRIVER_FILE}"', *startup.flags]),
     ]
     rest = "".join(live) + "(\n" + " \\\n".join(lines) + "\n" + TAIL
     room = MAX_ARGUMENT_BYTES - 1 - len(kube_expand(HEAD + rest, {}).encode())
-    return HEAD + _heredocs(files, room) + rest
+    return HEAD + _heredocs(files, room, startup.python) + rest
 
 
-def _heredocs(files: dict[str, str], room: int) -> str:
+def _heredocs(files: dict[str, str], room: int, python: str) -> str:
     """Return what writes the files, in no more than `room` bytes: as they are, else the modules packed, else all."""
     for packed in ([], [name for name in files if name != DRIVER_FILE], list(files)):
-        parts = [_archive({name: files[name] for name in packed})] if packed else []
+        parts = [_archive({name: files[name] for name in packed}, python)] if packed else []
         parts += [_heredoc(name, text) for name, text in files.items() if name not in packed]
         size = sum(len(part.replace("$$", "$").encode()) for part in parts)  # the kubelet takes the escapes away
         if size <= room:
@@ -123,13 +131,19 @@ def _heredoc(name: str, text: str) -> str:
     return f"cat > \"$BENCH_DIR/{name}\" <<'{marker}'\n{kube_escape(text)}{marker}\n"
 
 
-def _archive(files: dict[str, str]) -> str:
+def unpack(python: str) -> str:
+    """Return the command that writes the files of the archive with an interpreter."""
+    return UNPACK.format(python=python)
+
+
+def _archive(files: dict[str, str], python: str) -> str:
     """Return the lines that write files out of a packed JSON object (bzip2: the smallest of sources, and quick)."""
     import base64
     import bz2
 
     packed = base64.encodebytes(bz2.compress(json.dumps(files, ensure_ascii=False).encode())).decode()
-    return f"base64 -d > \"$BENCH_DIR/{ARCHIVE_FILE}\" <<'{HEREDOC_MARKER}'\n{packed}{HEREDOC_MARKER}\n{UNPACK}"
+    write = f"base64 -d > \"$BENCH_DIR/{ARCHIVE_FILE}\" <<'{HEREDOC_MARKER}'\n{packed}{HEREDOC_MARKER}\n"
+    return write + unpack(python)
 
 
 def _carried(words: Iterable[Word], live: list[str]) -> str:
@@ -216,7 +230,11 @@ def _imports(text: str) -> set[str]:
     return modules
 
 
+def sha256(text: str) -> str:
+    """Return the hash of a file with this text, as `sha256sum` prints it."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def files_sha256(files: dict[str, str]) -> str:
     """Return the hash of all files: that of what `sha256sum *.py` prints for them in a folder, names sorted."""
-    lines = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in sorted(files.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return sha256("".join(f"{sha256(text)}  {name}\n" for name, text in sorted(files.items())))

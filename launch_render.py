@@ -3,7 +3,7 @@
 `read_render` finds the Kubernetes objects in a stream full of log lines, `clients` takes apart the
 container that runs a Python program (its assignments, program and flags, word by word), and a few
 small functions read the formats inside it: shell words, the kubelet's `$(NAME)`, flags, key=value
-lists. Reading only: what a bench changes is in render_bench.py. Standard library and PyYAML.
+lists. Reading only: what a bench changes is in render_edit.py. Standard library and PyYAML.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Render(NamedTuple):
     ended: bool = True  # the last line has its line break; a stream cut short in a line has not
 
 
-_SEPARATOR = re.compile(r"---[ \t]*$")
+_SEPARATOR = re.compile(r"---([ \t]+#.*|[ \t]*)$")
 _START = re.compile(r"(apiVersion|kind)[ \t]*:")
 # Top-level keys of the kinds of object that launchers print or that a capture may hold beside them.
 _TOP_LEVEL = re.compile(
@@ -124,7 +124,8 @@ def _object_lines(lines: list[str], first_line: int, source: str, notes: list[st
     """Return the lines with those that cannot belong to the object made empty, so that numbers stay right."""
     kept, in_command, in_traceback = [], False, False
     for number, line in enumerate(lines, start=first_line):
-        stray = bool(line) and line[0] not in " \t#-" and not _TOP_LEVEL.match(line)
+        stray = bool(line) and line[0] not in " \t#" and not _TOP_LEVEL.match(line)
+        stray = stray and not re.match(r"-(\s|$)", line)  # an item of a list in column 0
         if stray and in_command:
             raise BenchError(
                 f"a line break inside the start-up command, before {_short(line)!r}",
@@ -339,7 +340,7 @@ def script_role(script: str) -> str:
     return (mains[-1].split(".")[-2:-1] or [""])[0]
 
 
-_BENCH_PROGRAM = re.compile(rf"^\S*python[0-9.]* \S*{re.escape(DRIVER_FILE)}", re.MULTILINE)
+_BENCH_PROGRAM = re.compile(rf"^\S*python[0-9.]*[\"']? \S*{re.escape(DRIVER_FILE)}", re.MULTILINE)
 
 
 def client_containers(document: Document) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any], str]]:
@@ -423,8 +424,10 @@ def _program(words: list[Word], where: str) -> tuple[list[Word], list[Word]]:
     size = 3 if len(words) > 1 and words[1].value == "-m" else 2
     program = words[:size]
     known = bool(program) and (program[-1].value == RUNTIME_MODULE or program[-1].value.endswith(DRIVER_FILE))
-    if not known or not re.fullmatch(r"\S*python[0-9.]*", program[0].value):
-        token = words[0].raw if words else "(nothing)"
+    is_python = bool(program) and re.fullmatch(r"\S*python[0-9.]*", program[0].value) is not None
+    if not known or not is_python:
+        wrong = words[size - 1 : size] if is_python else words[:1]
+        token = wrong[0].raw if wrong else "(nothing)"
         raise BenchError(f"unexpected token {_short(token)!r} in the start-up command", where=where, todo=todo)
     for word in words[size:]:
         if word.operator or not word.text.startswith("--") or word.text == "--process":

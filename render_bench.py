@@ -18,7 +18,7 @@ Examples:
   # two MaxText flags changed, one libtpu flag on a smaller slice
   render_bench.py --launch-render run.yaml --name flags-a --maxtext num_moe_token_chunks=4 --maxtext sa_block_q=512
   render_bench.py --launch-render run.yaml --name half --slice tpu7x:4x4x4 --trainer-arg mesh_fsdp=16 \\
-      --libtpu xla_tpu_scoped_vmem_limit_kib=81920 | diff_render.py run.yaml -
+      --orch-arg trainer_fsdp=16 --libtpu xla_tpu_scoped_vmem_limit_kib=81920 | diff_render.py run.yaml -
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _join_dashes(argv: Sequence[str]) -> list[str]:
     """Let `--libtpu --xla_flag=1` be written as it is: argparse would take the value for an option of its own."""
+    takes_dashes = r"--(libtpu|trainer-arg|orch-arg)(-unset)?|--keep-secret"
     joined: list[str] = []
     for word in argv:
-        if joined and re.fullmatch(r"--(libtpu|trainer-arg|orch-arg)(-unset)?", joined[-1]) and word.startswith("-"):
+        if joined and re.fullmatch(takes_dashes, joined[-1]) and word.startswith("-"):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
@@ -146,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         emit(text)
     lines = [] if args.quiet else [*launch.notes, *render_report.summary(trainer, plan, changes)]
-    for line in lines + render_report.warnings(trainer, plan, document, changes):
+    for line in lines + render_report.warnings(trainer, orch_argv, plan, document, changes):
         complain(TOOL, line)
     return EXIT_OK
 

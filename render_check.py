@@ -19,6 +19,7 @@ from launch_render import (
     Word,
     client_containers,
     flag_items,
+    kube_escape,
     list_tokens,
     parse_client,
     read_render,
@@ -39,6 +40,8 @@ from render_edit import (
     carries_name,
     libtpu_carriers,
     output_directory,
+    own_orch_edits,
+    variable,
 )
 from render_slice import slice_value, topology_of
 
@@ -94,7 +97,7 @@ def changes(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan, text: str) 
         found += flags if carrier != "proxy" else []
     if plan.sidecars_init:
         found += _moved(trainer)
-    return found + _client_changes(trainer.client, client, orch_argv, plan)
+    return found + _client_changes(trainer, client, orch_argv, plan)
 
 
 def _moved(trainer: Trainer) -> list[Change]:
@@ -259,15 +262,14 @@ def _flag_name(segment: str) -> str:
 
 
 def _libtpu_held(flat: Flat, client: Client) -> dict[str, dict[str, Any]]:
-    """Return carrier -> flag -> value of a document."""
+    """Return carrier -> flag -> value of a document; the client's as its program sees them, the others as written."""
     env = {path[-4]: value for path, (value, _) in flat.items() if path[-2:] == ("[LIBTPU_INIT_ARGS]", "value")}
-    own = env.get(f"[{client.container.get('name')}]", "")
     proxy = {}
     for path, (value, _) in flat.items():
         if f"[{PROXY_CONTAINER}]" in path and path[-2] == "args" and _flag_name(path[-1]) not in PROXY_FLAGS:
             proxy[_flag_name(path[-1])] = None if str(value).startswith("--") else value
     return {
-        "client": _flag_map(client.env.get("LIBTPU_INIT_ARGS", own)),
+        "client": _flag_map(variable(client, "LIBTPU_INIT_ARGS")),
         "worker": _flag_map(env.get(f"[{WORKER_CONTAINER}]", "")),
         "proxy": proxy,
     }
@@ -281,7 +283,8 @@ def _wanted_libtpu(carrier: str, held: Mapping[str, Mapping[str, Any]], plan: Pl
     wanted = {}
     for edit in plan.of_kind("libtpu"):
         if carrier in libtpu_carriers(edit.key, {c for c, flags in held.items() if edit.key in flags}):
-            wanted[edit.key] = MISSING if edit.unset else edit.value
+            value = edit.value if carrier == "client" else kube_escape(edit.value or "")
+            wanted[edit.key] = MISSING if edit.unset else value
     return wanted
 
 
@@ -306,19 +309,23 @@ def _check_map(old: Mapping[str, Any], new: Mapping[str, Any], wanted: Mapping[s
 # --- the client -----------------------------------------------------------------------------------
 
 
-def _client_changes(old: Client, new: Client, orch_argv: Sequence[Word], plan: Plan) -> list[Change]:
+def _client_changes(trainer: Trainer, new: Client, orch_argv: Sequence[Word], plan: Plan) -> list[Change]:
+    old = trainer.client
     _require(new.is_bench, "the client does not run the driver")
     _require(new.sources == plan.files, "the embedded files are not what was read")
     _require(new.before.startswith(bench_script.HEAD), "the wrapper's opening changed")
     packed = f'/{ARCHIVE_FILE}" <<' in new.before
-    _require(packed == (bench_script.UNPACK in new.before), "the archive is not unpacked as it should be")
+    python = old.program[0].raw
+    _require(new.program[0].raw == python, "another interpreter runs the driver")
+    _require(packed == (bench_script.unpack(python) in new.before), "the archive is not unpacked as it should be")
     _require(new.after == bench_script.TAIL, "the wrapper's end changed")
     found = _env_changes(old, new, plan)
     argv = dict(flag_items(new.carried_argv("TRAINER_ARGV")))
     found += _check_map(old.flags, argv, _wanted_flags(old, plan), "trainer argv")
     orch = dict(flag_items([word.value for word in orch_argv]))
     wanted = {flag: MISSING for flag in orch if plan.drops(flag)}
-    wanted |= {f"--{edit.key}": MISSING if edit.unset else edit.value for edit in plan.of_kind("orch-arg")}
+    asked = [*own_orch_edits(orch_argv, trainer, plan), *plan.of_kind("orch-arg")]
+    wanted |= {f"--{edit.key}": MISSING if edit.unset else edit.value for edit in asked}
     found += _check_map(orch, dict(flag_items(new.carried_argv("ORCH_ARGV"))), wanted, "orchestrator argv")
     flags = [text for flag in plan.driver_flags for text in shlex.split(flag)]
     _require([word.value for word in new.argv] == flags, "the driver's flags are not as asked")
@@ -355,7 +362,7 @@ def _env_changes(old: Client, new: Client, plan: Plan) -> list[Change]:
     apart |= {name for kind, name in (("maxtext", maxtext), ("libtpu", libtpu)) if before.get(name) != after.get(name)}
     kept = [{name: raw for name, raw in env.items() if name not in apart} for env in (before, after)]
     found = _check_map(*kept, wanted, "client env")
-    keys = [_flag_map(client.env.get(maxtext, "")) for client in (old, new)]
+    keys = [_flag_map(variable(client, maxtext)) for client in (old, new)]
     return found + _check_map(*keys, _wanted_keys(old, keys[0], plan), maxtext)
 
 

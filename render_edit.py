@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import bench_script
 from bench_common import BenchError, is_secret
-from launch_render import Client, Document, Word, kube_escape, list_tokens, walk
-from render_slice import Slice, set_slice, topology_of
+from launch_render import Client, Document, Word, kube_escape, list_tokens, slice_of, walk
+from render_slice import Slice, orchestrator_topology, set_slice, topology_of
 
 GANG_LABEL = "scheduling.x-k8s.io/gang-id"
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+KUEUE_PREFIX = "kueue.x-k8s.io/"
+QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 WORKER_CONTAINER = "pathways-worker"
 PROXY_CONTAINER = "pathways-proxy"
@@ -29,6 +30,7 @@ RUN_FLAGS = re.compile(r"--(no-)?(discovery|weight_sync|raiden)_\w+")
 CHECKPOINT_FLAG = "--maxtext_ckpt_path"
 CHECKPOINT_KEYS = ("load_parameters_path", "load_full_state_path")  # MaxText's names for the same
 OUTPUT_FLAG = "--maxtext_output_directory"
+TOPOLOGY_FLAG = "--tpu_topology"  # of the orchestrator: the slices of trainer and rollout
 # Flags of the proxy itself in the container's args; all others there are compiler flags.
 PROXY_FLAGS = ("server_port", "resource_manager_address", "gcs_scratch_location", "temporary_flags_for_debugging")
 WORKER_ONLY = ("megascale_", "xprof_")  # launchers give these to the workers alone
@@ -96,6 +98,7 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
       BenchError: something asked for cannot be carried out.
     """
     document = copy.deepcopy(trainer.document.data)
+    _rename(document, plan)  # before the edits: a value that was asked for stays what it is
     container = at(document, trainer.client.path)
     libtpu = _LibtpuEdits(document, trainer, plan)
     container["command"][-1] = bench_script.compose(
@@ -103,9 +106,10 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
         bench_script.Startup(
             assignments=_assignments(trainer.client, plan, libtpu.client_raw()),
             trainer_argv=trainer_words(trainer.client, plan),
-            orch_argv=orch_words(orch_argv, plan),
+            orch_argv=orch_words(orch_argv, trainer, plan),
             provenance=plan.provenance,
             flags=plan.driver_flags,
+            python=trainer.client.program[0].raw,
         ),
     )
     libtpu.edit_containers()
@@ -113,7 +117,6 @@ def render(trainer: Trainer, orch_argv: Sequence[Word], plan: Plan) -> dict[str,
         container["image"] = plan.image
     if isinstance(container.get("env"), list):
         container["env"] = [entry for entry in container["env"] if not plan.drops(entry.get("name", ""))]
-    _rename(document, plan)
     _set_restarts(document)
     _set_scheduling(document, plan)
     if plan.slice is not None:
@@ -136,8 +139,10 @@ def carries_name(document: dict[str, Any], path: tuple[str | int, ...]) -> bool:
     """Return whether a JobSet's own name is meant where it stands as the whole value at a path."""
     if len(path) < 2:
         return False
-    if path[-2] == "values":  # of a selector's expression
-        return at(document, path[:-2]).get("key") == JOBSET_LABEL
+    if path[-2] == "values":  # of a selector's expression: of pods by their labels, or of nodes by theirs
+        return at(document, path[:-2]).get("key") == JOBSET_LABEL or "labelSelector" in path
+    if path[-2] in ("labels", "matchLabels"):
+        return not str(path[-1]).startswith(KUEUE_PREFIX)
     return path[-1] == JOBSET_LABEL or path[-2:] == ("network", "subdomain") or (path[-1] == "value" and "env" in path)
 
 
@@ -182,21 +187,26 @@ def edit_list(
     items: Iterable[Item], edits: Iterable[Edit], key_of: Callable[[Item], str], make: Callable[[Edit], Item]
 ) -> list[Item]:
     """Apply edits in order: the last item of a key is replaced in place, a new key is appended, `unset` takes all."""
-    result = list(items)
+    keyed = [(key_of(item), item) for item in items]
     for edit in edits:
-        places = [i for i, item in enumerate(result) if key_of(item) == edit.key]
+        places = [i for i, (key, _) in enumerate(keyed) if key == edit.key]
         if edit.unset:
-            result = [item for i, item in enumerate(result) if i not in places]
+            keyed = [pair for pair in keyed if pair[0] != edit.key]
         elif places:
-            result[places[-1]] = make(edit)
+            keyed[places[-1]] = (edit.key, make(edit))
         else:
-            result.append(make(edit))
-    return result
+            keyed.append((edit.key, make(edit)))
+    return [item for _, item in keyed]
 
 
 def flag_of(word: Word) -> str:
     """Return the name of a `--flag=value` word without its dashes."""
     return word.text.partition("=")[0].removeprefix("--")
+
+
+def flag_values(words: Iterable[Word]) -> dict[str, str]:
+    """Return `--flag` -> value as argparse sees them, the last one winning; empty for a bare flag."""
+    return {f"--{flag_of(word)}": word.value.partition("=")[2] for word in words}
 
 
 def _flag(edit: Edit) -> Word:
@@ -211,14 +221,14 @@ def trainer_words(client: Client, plan: Plan) -> list[Word]:
     return edit_list(words, [*own_edits(client, plan), *plan.of_kind("trainer-arg")], flag_of, _flag)
 
 
-def orch_words(argv: Sequence[Word], plan: Plan) -> list[Word]:
-    """Return the orchestrator's argv that the bench carries.
+def orch_words(argv: Sequence[Word], trainer: Trainer, plan: Plan) -> list[Word]:
+    """Return the orchestrator's argv that the bench carries; its --tpu_topology follows --slice.
 
     Raises:
       BenchError: a word that bash was to expand in the orchestrator's container, whose variables the bench lacks.
     """
     words = [word for word in argv if not plan.drops(flag_of(word))]
-    words = edit_list(words, plan.of_kind("orch-arg"), flag_of, _flag)
+    words = edit_list(words, [*own_orch_edits(words, trainer, plan), *plan.of_kind("orch-arg")], flag_of, _flag)
     live = next((word for word in words if word.live), None)
     if live is not None:
         raise BenchError(
@@ -226,6 +236,15 @@ def orch_words(argv: Sequence[Word], plan: Plan) -> list[Word]:
             todo=f"give its value with --orch-arg {flag_of(live)}=VALUE, or --orch-arg-unset {flag_of(live)}",
         )
     return words
+
+
+def own_orch_edits(words: Iterable[Word], trainer: Trainer, plan: Plan) -> list[Edit]:
+    """Return the edits of the orchestrator's argv that --slice brings along."""
+    text = flag_values(words).get(TOPOLOGY_FLAG)
+    if plan.slice is None or text is None:
+        return []
+    followed = orchestrator_topology(text, slice_of(trainer.document), plan.slice)
+    return [Edit("orch-arg", TOPOLOGY_FLAG[2:], followed)] if followed != text else []
 
 
 def own_edits(client: Client, plan: Plan) -> list[Edit]:
@@ -290,15 +309,39 @@ def _assignments(client: Client, plan: Plan, libtpu: str | None) -> list[tuple[s
 
 
 def last_word(client: Client, name: str) -> Word | None:
-    """Return the assignment of a name that counts."""
-    return next((word for key, word in reversed(client.assignments) if key == name), None)
+    """Return the assignment of a name that counts, else the container's own variable as a word; None for neither."""
+    for key, word in reversed(client.assignments):
+        if key == name:
+            return word
+    entry = _env_entry(client.container, name)
+    text = _value_of(entry)
+    return Word(f"'{text}'", text, live="$(" in text.replace("$$", "")) if entry is not None else None
+
+
+def variable(client: Client, name: str) -> str:
+    """Return the value of a variable as the program sees it; empty where it is not set."""
+    word = last_word(client, name)
+    return word.value if word is not None else ""
+
+
+def maxtext_keys(client: Client, plan: Plan) -> dict[str, str]:
+    """Return the keys of MAXTEXT_EXTRA_FLAGS that the bench runs with, the last one of a name winning."""
+    tokens = [token.partition("=") for token in variable(client, "MAXTEXT_EXTRA_FLAGS").split()]
+    items = [(key, value) for key, _, value in tokens]
+    edits = _maxtext_edits(client, plan)
+    return dict(edit_list(items, edits, lambda item: item[0], lambda edit: (edit.key, edit.value or "")))
+
+
+def _maxtext_edits(client: Client, plan: Plan) -> list[Edit]:
+    word = last_word(client, "MAXTEXT_EXTRA_FLAGS")
+    keys = [token.partition("=")[0] for token in (word.text.split() if word else ())]
+    return [*own_maxtext_edits(client, plan, keys), *plan.of_kind("maxtext")]
 
 
 def maxtext_raw(client: Client, plan: Plan) -> str | None:
     """Return the new text of MAXTEXT_EXTRA_FLAGS, None where it stays as it is."""
     word = last_word(client, "MAXTEXT_EXTRA_FLAGS")
-    keys = [token.partition("=")[0] for token in (word.text.split() if word else ())]
-    edits = [*own_maxtext_edits(client, plan, keys), *plan.of_kind("maxtext")]
+    edits = _maxtext_edits(client, plan)
     return edit_tokens("MAXTEXT_EXTRA_FLAGS", word, edits, lambda edit: f"{edit.key}={edit.value}") if edits else None
 
 
@@ -355,13 +398,11 @@ class _LibtpuEdits:
 
     def __init__(self, document: dict[str, Any], trainer: Trainer, plan: Plan):
         self.client_word = last_word(trainer.client, "LIBTPU_INIT_ARGS")
-        self.client_entry = _env_entry(at(document, trainer.client.path), "LIBTPU_INIT_ARGS")
         self.worker = _container(at(document, trainer.workers), WORKER_CONTAINER)
         self.proxy = _container(at(document, trainer.head), PROXY_CONTAINER)
         worker_entry = _env_entry(self.worker, "LIBTPU_INIT_ARGS")
-        client_text = self.client_word.value if self.client_word else _value_of(self.client_entry)
         self.held = {
-            "client": {libtpu_name(token) for token in client_text.split()},
+            "client": {libtpu_name(token) for token in variable(trainer.client, "LIBTPU_INIT_ARGS").split()},
             "worker": {libtpu_name(token) for token in _value_of(worker_entry).split()},
             "proxy": {libtpu_name(a) for a in self.proxy.get("args") or [] if isinstance(a, str)} - set(PROXY_FLAGS),
         }
@@ -379,9 +420,6 @@ class _LibtpuEdits:
         edits = self._of("client")
         if not edits or (self.client_word is None and all(edit.unset for edit in edits)):
             return None
-        if self.client_word is None and self.client_entry is not None:
-            base = Word("''", _value_of(self.client_entry))  # the assignment overrules the container's variable
-            return edit_tokens("LIBTPU_INIT_ARGS", base, edits, _libtpu_token)
         return edit_tokens("LIBTPU_INIT_ARGS", self.client_word or Word("''", ""), edits, _libtpu_token)
 
     def edit_containers(self) -> None:

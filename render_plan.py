@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import bench_script
@@ -29,6 +29,8 @@ from launch_render import (
     walk,
 )
 from render_edit import (
+    CHECKPOINT_FLAG,
+    CHECKPOINT_KEYS,
     GANG_LABEL,
     OUTPUT_FLAG,
     RUN_FLAGS,
@@ -36,7 +38,8 @@ from render_edit import (
     Edit,
     Plan,
     Trainer,
-    flag_of,
+    flag_values,
+    maxtext_keys,
     output_directory,
     trainer_words,
 )
@@ -45,19 +48,19 @@ from render_slice import Slice, mesh_devices, parse_slice
 RENDER_VERSION = "0.1.0"  # the project's version, in pyproject.toml
 LABEL_BYTES = 63  # Kubernetes: length of a label's value, a pod's name, a host name
 
-# What the bench decides itself: flag or key -> the option that changes it.
+# What the bench decides itself: flag or key -> what to do instead.
 OWN_FLAGS = {
-    "worker_id": "--name",
-    "maxtext_output_directory": "--output-directory",
-    "checkpoint_save_interval_steps": "nothing: a bench saves no checkpoints",
-    "process_main": "nothing: the driver takes its place",
+    "worker_id": "use --name",
+    "maxtext_output_directory": "use --output-directory",
+    "checkpoint_save_interval_steps": "leave it: a bench saves no checkpoints",
+    "process_main": "leave it: the driver takes its place",
 }
 OWN_KEYS = {
-    "run_name": "--name",
-    "base_output_directory": "--output-directory",
-    "enable_checkpointing": "nothing: a bench saves no checkpoints",
+    "run_name": "use --name",
+    "base_output_directory": "use --output-directory",
+    "enable_checkpointing": "leave it: a bench saves no checkpoints",
 }
-OWN_ENV = {"MAXTEXT_EXTRA_FLAGS": "--maxtext", "LIBTPU_INIT_ARGS": "--libtpu (there are three copies)"}
+OWN_ENV = {"MAXTEXT_EXTRA_FLAGS": "use --maxtext", "LIBTPU_INIT_ARGS": "use --libtpu (there are three copies)"}
 
 
 # --- finding the trainer and the orchestrator -----------------------------------------------------
@@ -72,14 +75,15 @@ def find_trainer(launch: Render, name: str | None = None) -> Trainer:
     Raises:
       BenchError: none, several, or one that is no whole Pathways JobSet.
     """
-    roles = [(script_role(script), doc, path, box, script) for doc in launch.documents
+    roles = [(script_role(script), doc, path, box, script) for doc in _distinct(launch.documents)
              for path, box, script in client_containers(doc)]  # fmt: skip
     found = [entry for entry in roles if entry[0] == "trainer" and name in (None, entry[1].name)]
     if not found:
         raise _no_trainer(launch, [(role, doc) for role, doc, *_ in roles], name)
     if len(found) > 1:
-        names = ", ".join(doc.name for _, doc, *_ in found)
-        raise BenchError(f"{len(found)} trainers: {names}", where=found[1][1].where, todo="choose with --trainer NAME")
+        names = [doc.name for _, doc, *_ in found]
+        todo = "choose with --trainer NAME" if len(set(names)) == len(names) else "give the dry run of one launch"
+        raise BenchError(f"{len(found)} trainers: {', '.join(names)}", where=found[1][1].where, todo=todo)
     _, document, path, container, script = found[0]
     _check_shape(launch, document, path)
     jobs = document.data["spec"]["replicatedJobs"]
@@ -94,6 +98,15 @@ def find_trainer(launch: Render, name: str | None = None) -> Trainer:
     return Trainer(document, client, tuple(path[:3]), ("spec", "replicatedJobs", workers[0]))
 
 
+def _distinct(documents: Iterable[Document]) -> list[Document]:
+    """Return documents without the exact repeats that a capture of two dry runs holds."""
+    distinct: list[Document] = []
+    for document in documents:
+        if all(document.data != other.data for other in distinct):
+            distinct.append(document)
+    return distinct
+
+
 def _no_trainer(launch: Render, roles: list[tuple[str, Document]], name: str | None) -> BenchError:
     where = launch.documents[0].where.rpartition(":")[0]
     trainers = [doc.name for role, doc in roles if role == "trainer"]
@@ -105,12 +118,16 @@ def _no_trainer(launch: Render, roles: list[tuple[str, Document]], name: str | N
             return BenchError(f"{doc.name} is a mock trainer, without a device program", where=doc.where, todo=todo)
         if role == "bench":
             return BenchError(f"{doc.name} is a bench already", where=doc.where, todo="give the launcher's dry run")
-    failed = next((note for note in launch.notes if "without content" in note), "")
     return BenchError(
         "no trainer in this input (a JobSet whose client runs run_trainer_node.main)",
         where=where,
-        todo=failed.partition(": ")[2] or "capture the launcher's whole dry run",
+        todo=_failed_generator(launch) or "capture the launcher's whole dry run",
     )
+
+
+def _failed_generator(launch: Render) -> str:
+    """Return what the reader noted of a document without content, empty where it met none."""
+    return next((note.partition(": ")[2] for note in launch.notes if "without content" in note), "")
 
 
 def _check_shape(launch: Render, document: Document, path: tuple[str | int, ...]) -> None:
@@ -122,10 +139,8 @@ def _check_shape(launch: Render, document: Document, path: tuple[str | int, ...]
         )
     jobs = document.data["spec"]["replicatedJobs"]
     whole = document.name and all(pod_of(job) is not None and isinstance(job.get("name"), str) for job in jobs)
-    policy = document.data["spec"].get("successPolicy")
-    # Every Pathways template ends with the names that a success takes.
-    ended = isinstance(policy, dict) and bool(policy.get("targetReplicatedJobs"))
-    if not whole or (not ended and len(jobs) > 1) or (document is launch.documents[-1] and not launch.ended):
+    in_last_line = document is launch.documents[-1] and not launch.ended  # a capture in a shell variable ends so, too
+    if not whole or not _has_end(document.data["spec"], in_last_line):
         raise BenchError(
             f"the JobSet {document.name} was cut short", where=document.where, todo="capture the whole dry run"
         )
@@ -134,6 +149,21 @@ def _check_shape(launch: Render, document: Document, path: tuple[str | int, ...]
         if form is not None and not form(node):
             shown = ".".join(map(str, place))
             raise BenchError(f"{shown} of {document.name} is not of its kind", where=document.where, todo="mend it")
+
+
+def _has_end(spec: dict[str, Any], in_last_line: bool) -> bool:
+    """Return whether a trainer's spec has what every Pathways template ends with: the jobs that a success takes.
+
+    Args:
+      in_last_line: the stream ends without a line break, so that its last word may be half a word.
+    """
+    policy = spec.get("successPolicy")
+    targets = policy.get("targetReplicatedJobs") if isinstance(policy, dict) else None
+    if not in_last_line:
+        return bool(targets) or len(spec["replicatedJobs"]) == 1
+    last = list(spec)[-1] == "successPolicy" and isinstance(policy, dict) and list(policy)[-1] == "targetReplicatedJobs"
+    names = [job["name"] for job in spec["replicatedJobs"]]
+    return last and isinstance(targets, list) and bool(targets) and targets[-1] in names
 
 
 def _all(kind: type, node: Any, key: str | None = None) -> bool:
@@ -178,11 +208,11 @@ def find_orchestrator(launch: Render, trainer: Client) -> Client | None:
     Raises:
       BenchError: several, none of which is the one that the trainer looks for.
     """
-    found = [(doc, path, box, script) for doc in launch.documents for path, box, script in client_containers(doc)
-             if script_role(script) == "orchestrator"]  # fmt: skip
+    found = [(doc, path, box, script) for doc in _distinct(launch.documents)
+             for path, box, script in client_containers(doc) if script_role(script) == "orchestrator"]  # fmt: skip
     parsed = [(doc, parse_client(box, path, script, doc.where)) for doc, path, box, script in found]
     if len(parsed) > 1:
-        wanted = (trainer.flags.get("--discovery_addrs") or "").partition(":")[0]
+        wanted = orchestrator_host(trainer)
         parsed = [(doc, client) for doc, client in parsed if client.flags.get("--discovery_id") == wanted]
     if len(parsed) == 1:
         return parsed[0][1]
@@ -190,6 +220,11 @@ def find_orchestrator(launch: Render, trainer: Client) -> Client | None:
         names = ", ".join(doc.name for doc, *_ in found)
         raise BenchError(f"several orchestrators: {names}", where=found[0][0].where, todo="name one with --orch-render")
     return None
+
+
+def orchestrator_host(trainer: Client) -> str:
+    """Return the JobSet of the orchestrator that a trainer looks for; empty where it names none."""
+    return (trainer.flags.get("--discovery_addrs") or "").partition(":")[0]
 
 
 def orchestrator_argv(args: argparse.Namespace, launch: Render, trainer: Client) -> list[Word]:
@@ -209,14 +244,27 @@ def orchestrator_argv(args: argparse.Namespace, launch: Render, trainer: Client)
         return client.argv
     if args.orch_defaults and args.orch_render is None:
         return []
+    todo = "name another capture with --orch-render, or take the defaults with --orch-defaults"
+    failed = _failed_generator(launch)
     raise BenchError(
         "no orchestrator in this input, and its flags hold the loss options",
         where=source,
-        todo="name another capture with --orch-render, or take the defaults with --orch-defaults",
+        todo=f"{failed} Else {todo}" if failed else todo,
     )
 
 
 # --- from options to a plan -----------------------------------------------------------------------
+
+
+# Option -> what its value looks like. Kubernetes: a namespace is an RFC 1123 label, a priority class a subdomain,
+# and the queue a label's value.
+_JOB_VALUES = {
+    "image": (r"[!-~]+", "one word"),
+    "output_directory": (r"[!-~]+", "one word"),
+    "namespace": (r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and hyphens"),
+    "priority": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, hyphens and points"),
+    "queue": (r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", "at most 63 letters, digits, hyphens and points"),
+}
 
 
 def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_sha256: str) -> Plan:
@@ -227,10 +275,8 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
     """
     new_slice = parse_slice(args.slice) if args.slice else None
     check_name(args.name, trainer, launch, new_slice)
-    for option in ("image", "namespace", "queue", "priority", "output_directory"):
-        value = getattr(args, option)
-        if value is not None and not re.fullmatch(r"[!-~]+", value):
-            raise BenchError(f"--{option.replace('_', '-')} {value!r} is no name", todo="give one word")
+    edits = last_edits(parse_edit(option, text) for option, text in args.edits)
+    check_options(args, edits)
     files = bench_script.embedded_files(args.driver)
     flags = driver_flags(args)
     if args.routing_load is not None:
@@ -239,14 +285,15 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
         files = {**extra, **files}
     provenance = {
         "BENCH_INPUT_SHA256": input_sha256,
-        "BENCH_DRIVER_SHA256": bench_script.files_sha256(files),
+        "BENCH_DRIVER_SHA256": bench_script.sha256(files[bench_script.DRIVER_FILE]),
+        "BENCH_FILES_SHA256": bench_script.files_sha256(files),
         "BENCH_RENDER_VERSION": RENDER_VERSION,
         "BENCH_RENDER_OPTIONS": options_json(args),
     }
     return Plan(
         name=args.name,
         old_name=trainer.document.name,
-        edits=tuple(parse_edit(option, text) for option, text in args.edits),
+        edits=tuple(edits),
         slice=new_slice,
         image=args.image,
         namespace=args.namespace,
@@ -255,11 +302,24 @@ def make_plan(args: argparse.Namespace, trainer: Trainer, launch: Render, input_
         output_directory=args.output_directory,
         load_checkpoint=args.load_checkpoint == "keep",
         sidecars_init=args.sidecars == "init",
-        keep_secrets=frozenset(args.keep_secret),
+        keep_secrets=frozenset(name.lstrip("-") for name in args.keep_secret),
         driver_flags=tuple(flags),
         files=files,
         provenance=tuple(provenance.items()),
     )
+
+
+def check_options(args: argparse.Namespace, edits: Iterable[Edit]) -> None:
+    """Refuse what is no name to Kubernetes, and options that contradict each other."""
+    for option, (form, what) in _JOB_VALUES.items():
+        value = getattr(args, option)
+        if value is not None and not re.fullmatch(form, value):
+            raise BenchError(f"--{option.replace('_', '-')} {value!r} is no name", todo=f"give {what}")
+    loads = {("trainer-arg", CHECKPOINT_FLAG[2:]), *(("maxtext", key) for key in CHECKPOINT_KEYS)}
+    loading = [edit for edit in edits if (edit.kind, edit.key) in loads and not edit.unset]
+    if loading and args.load_checkpoint == "none":
+        asked = f"--{loading[0].kind} {loading[0].key}"
+        raise BenchError(f"--load-checkpoint none and {asked} contradict each other", todo="leave one out")
 
 
 def check_name(name: str, trainer: Trainer, launch: Render, new_slice: Slice | None) -> None:
@@ -273,6 +333,8 @@ def check_name(name: str, trainer: Trainer, launch: Render, new_slice: Slice | N
         if name in (document.name, gang):
             what = document.kind if name == document.name else "gang"
             raise BenchError(f"--name {name} is a {what} of this launch", where=document.where, todo="choose another")
+    if name == orchestrator_host(trainer.client):
+        raise BenchError(f"--name {name} is the orchestrator of this launch", todo="choose another")
     spec = trainer.document.data["spec"]
     longest = {}
     coordinator = spec.get("coordinator")
@@ -327,12 +389,17 @@ def parse_edit(option: str, text: str) -> Edit:
         raise BenchError(f"{option} {shown!r}: a value with a blank in it", todo="such a list is split at blanks")
     own = {"maxtext": {} if unset else OWN_KEYS, "trainer-arg": OWN_FLAGS, "env": OWN_ENV}.get(kind, {})
     if key in own:
-        raise BenchError(f"{option} {key}: the bench sets this itself", todo=f"use {own[key]}")
+        raise BenchError(f"{option} {key}: the bench sets this itself", todo=own[key])
     if kind == "trainer-arg" and RUN_FLAGS.fullmatch(f"--{key}"):
         raise BenchError(f"{option} {key} belongs to the RL run around the trainer", todo="leave it out")
     if kind == "env" and (key in (*bench_script.CARRIED, *bench_script.PROVENANCE) or key.startswith("BENCH_LIVE_")):
         raise BenchError(f"{option} {key}: the bench uses this name itself", todo="choose another")
     return Edit(kind, key, None if unset or not equals else value, unset)
+
+
+def last_edits(edits: Iterable[Edit]) -> list[Edit]:
+    """Return the edits that count: the last one of each kind and name, in the order of the first."""
+    return list({(edit.kind, edit.key): edit for edit in edits}.values())
 
 
 def driver_flags(args: argparse.Namespace) -> list[str]:
@@ -393,8 +460,7 @@ def _masked(text: str) -> str:
 
 def check_trainer(trainer: Trainer, plan: Plan) -> None:
     """Refuse a trainer that is not MaxText's, and a mesh that no longer fits the slice it was changed with."""
-    words = trainer_words(trainer.client, plan)
-    flags = {f"--{flag_of(word)}": word.value.partition("=")[2] for word in words}
+    flags = flag_values(trainer_words(trainer.client, plan))
     backend = flags.get("--trainer_backend", "maxtext")
     if backend != "maxtext":
         raise BenchError(
@@ -413,15 +479,8 @@ def check_trainer(trainer: Trainer, plan: Plan) -> None:
 
 def mesh_problem(trainer: Trainer, plan: Plan) -> str | None:
     """Return why the mesh of the bench does not fit its slice; None where it does, or where that is unknown."""
-    words = trainer_words(trainer.client, plan)
-    flags = {f"--{flag_of(word)}": word.value.partition("=")[2] for word in words}
-    extra = trainer.client.env.get("MAXTEXT_EXTRA_FLAGS", "").split()
-    keys = {key: value for key, _, value in (token.partition("=") for token in extra)}
-    for edit in plan.of_kind("maxtext"):
-        keys.pop(edit.key, None)
-        if not edit.unset:
-            keys[edit.key] = edit.value or ""
-    mesh = mesh_devices(flags, keys)
+    flags = flag_values(trainer_words(trainer.client, plan))
+    mesh = mesh_devices(flags, maxtext_keys(trainer.client, plan))
     try:
         here = plan.slice or parse_slice(slice_of(trainer.document) or "")
     except BenchError:

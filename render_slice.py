@@ -44,6 +44,7 @@ TPU_TYPES = (
 
 ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
 TOPOLOGY = "cloud.google.com/gke-tpu-topology"
+RESERVATION = "cloud.google.com/reservation-name"
 SLICE_TOPOLOGY = "cloud.google.com/gke-tpu-slice-topology"
 REQUIRED_TOPOLOGY = "kueue.x-k8s.io/podset-slice-required-topology"
 SLICE_SIZE = "kueue.x-k8s.io/podset-slice-size"
@@ -151,17 +152,33 @@ def slice_value(path: tuple[str | int, ...], value: Any, workers: tuple[str | in
     return None
 
 
+def orchestrator_topology(text: str, old: str | None, new: Slice) -> str:
+    """Return the orchestrator's --tpu_topology, `TRAINER+ROLLOUT` of `TYPE:TOPOLOGY` each, for another trainer slice.
+
+    Args:
+      old: the trainer's slice before; a text that does not start with it is returned as it is.
+    """
+    trainer, plus, rollout = text.partition("+")
+    try:
+        follows = parse_slice(trainer) == parse_slice(old or "")
+    except BenchError:
+        follows = False
+    return f"{new}{plus}{rollout}" if follows else text
+
+
 def mesh_devices(flags: Mapping[str, str | None], keys: Mapping[str, str]) -> tuple[int, bool] | None:
     """Return (product of the mesh axes, whether one axis takes what is left) of a trainer; None if unknown.
+
+    A missing axis has the default of Tunix's run_trainer_node: 2 for fsdp, 1 for the others.
 
     Args:
       flags: the trainer's argv, `--mesh_*` among it.
       keys: MAXTEXT_EXTRA_FLAGS, whose `ici_*_parallelism` overrule the argv.
     """
-    if "--mesh_fsdp" not in flags:
+    if not any(flag.startswith("--mesh_") for flag in flags):
         return None
     axes = {"fsdp": "fsdp", "tp": "tensor", "expert": "expert", "context": "context"}
-    mesh = {axis: flags.get(f"--mesh_{name}") or "1" for name, axis in axes.items()}
+    mesh = {axis: flags.get(f"--mesh_{name}") or ("2" if name == "fsdp" else "1") for name, axis in axes.items()}
     for key, value in keys.items():
         if match := re.fullmatch(r"ici_(\w+)_parallelism", key):
             mesh[match[1]] = value

@@ -1,5 +1,10 @@
 """The YAML writer: what it writes is read back as it was, by both PyYAML loaders, and typed as Go types it."""
 
+import json
+import os
+import shutil
+import subprocess
+
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -37,6 +42,27 @@ def test_what_is_written_is_read_back(document):
 @pytest.mark.parametrize("trap", TRAPS)
 def test_strings_that_look_like_something_else_are_quoted(trap):
     assert kube_yaml.dump({"value": trap})[7:8] == '"'
+
+
+def kubectl_runs():
+    """Return whether there is a kubectl that works: its parser, Go's, is the one that counts."""
+    found = shutil.which("kubectl") is not None
+    return found and subprocess.run(["kubectl", "version", "--client"], capture_output=True).returncode == 0
+
+
+def test_kubectl_reads_what_was_written(tmp_path):
+    if not kubectl_runs():
+        pytest.skip("no kubectl on this machine")
+    document = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "a"}}
+    scripts = ["a\n", "a\nb", "  a\n b\n", "\n\na", "a\n\n\n", "\ta\nb\n", "a \n\tb"]
+    spec = {"traps": TRAPS, "keys": {key: [key] for key in TRAPS}, "scripts": scripts,
+            "values": [0, 5, -3, 10**15, True, None, 1.5]}  # fmt: skip
+    (tmp_path / "a.yaml").write_text(kube_yaml.dump({**document, "spec": spec}))
+    # `annotate --local` parses and prints an object of any kind, and asks no server.
+    command = ["kubectl", "annotate", "--local", "-f", "a.yaml", "-o", "json", "a=b"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True)
+    assert json.loads(done.stdout)["spec"] == spec
 
 
 @pytest.mark.parametrize("plain", ["JobSet", "gs://a/b", "--server_port=29001", "us-docker.pkg.dev/p/i:2026_09", "In"])

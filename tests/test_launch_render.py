@@ -38,6 +38,15 @@ def test_log_lines_before_between_and_inside_documents_are_passed_over():
     assert [note.split(":")[1] for note in render.notes] == ["1", "13", "14", "22"]
 
 
+def test_separators_with_a_comment_and_lines_of_dashes():
+    stream = "---  # orchestrator\n" + OBJECT.format("a") + "--- done ---\n-----\n--- \n" + OBJECT.format("b")
+    render = lr.read_render(stream, "s")
+    assert [(d.name, d.data["spec"]) for d in render.documents] == [("a", {"a": 1}), ("b", {"a": 1})]
+    assert [note.rpartition(": ")[2] for note in render.notes] == ["--- done ---", "-----"]
+    binding = lr.read_render("apiVersion: v1\nkind: RoleBinding\nsubjects:\n- kind: User\n-\n  kind: Group\n", "s")
+    assert [subject["kind"] for subject in binding.documents[0].data["subjects"]] == ["User", "Group"]
+
+
 def test_documents_without_separator_are_told_apart():
     render = lr.read_render(OBJECT.format("a") + OBJECT.format("b"), "s")
     assert [d.name for d in render.documents] == ["a", "b"]
@@ -245,7 +254,9 @@ def test_a_client_is_taken_apart():
         ("A=1 " + RUN + " --process --a=1", "'--process'"),
         ("A=1 " + RUN + " --a=1 && echo done", "'&&'"),
         ("A=1 " + RUN + " --a=1 # note", "'#'"),
-        ("A=1 python train.py --a=1", "'python'"),
+        ("A=1 python train.py --a=1", "'train.py'"),
+        ("A=1 python -u -m tunix.experimental.distributed.runtime.main", "'-u'"),
+        ("A=1 python", "'(nothing)'"),
         ("A=1", "'(nothing)'"),
         ("HF_TOKEN_FILE=x HF_TOKEN=s3cr3t; " + RUN, "';'"),
         ("if true; then " + RUN + "; fi", "'if'"),

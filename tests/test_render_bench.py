@@ -197,6 +197,20 @@ def test_names_are_replaced_as_whole_values_only(run):
     assert {"name": "OWN", "value": "flags-a"} in box(result.data, "pathways-worker")["env"]
 
 
+def test_labels_and_selectors_that_carry_the_name(run):
+    """Whatever key selects the production pods must not attract those of the bench; a queue may be called the same."""
+    text = TINY.read_text().replace("kueue.x-k8s.io/queue-name: tpu-queue", "kueue.x-k8s.io/queue-name: tiny-train")
+    pods = "          metadata:\n            labels:\n              app: tiny-train\n"
+    text = text.replace("          metadata:\n            annotations:\n", pods + "            annotations:\n")
+    text = text.replace("- key: jobset.sigs.k8s.io/jobset-name", "- key: app")
+    result = run(text)
+    assert re.findall(r"key: app\n +operator: (In|NotIn)\n +values:\n +- (.*)", result.out) == [
+        ("In", "flags-a"), ("In", "flags-a"), ("NotIn", "flags-a")]  # fmt: skip
+    assert result.out.count("app: flags-a") == pods.count("app") * len(result.data["spec"]["replicatedJobs"])
+    assert result.data["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tiny-train"
+    assert "metadata.labels.kueue.x-k8s.io/queue-name is still tiny-train" in result.err
+
+
 def test_a_host_of_the_production_jobset_that_is_left_is_named(run):
     text = TINY.read_text().replace("value: GCP", "value: tiny-train-proc-0-0.tiny-train:29001")
     assert "env.4.value still names a host of tiny-train" not in run(TINY).err
@@ -237,6 +251,61 @@ def test_maxtext_edits_keep_place_and_order(run):
     assert "MAXTEXT_EXTRA_FLAGS new_knob: (absent) -> a=b" in result.err
     assert "--maxtext dq_reduction_steps changes nothing" in result.err
     assert "--maxtext never_there changes nothing" in result.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "read"),
+    [
+        ("maxtext", "megablox", lambda r: dict(lr.key_values(r.client.env["MAXTEXT_EXTRA_FLAGS"]))),
+        ("trainer-arg", "lora_rank", lambda r: {key[2:]: value for key, value in r.argv.items()}),
+        ("orch-arg", "beta", lambda r: {k[2:]: v for k, v in lr.flag_items(r.client.carried_argv("ORCH_ARGV"))}),
+        (
+            "libtpu",
+            "xla_tpu_overlap_compute_collective_tc",
+            lambda r: {k[2:]: v for k, v in lr.flag_items(r.client.env["LIBTPU_INIT_ARGS"].split())},
+        ),
+    ],
+)
+def test_of_setting_and_unsetting_a_name_the_last_one_counts(run, kind, name, read):
+    given = [f"--{kind}-unset", name], [f"--{kind}", f"{name}=7"]
+    kept, gone = run(TINY, *given[0], *given[1]), run(TINY, *given[1], *given[0])
+    assert kept.code == gone.code == 0, kept.err + gone.err
+    before = read(run(TINY))
+    assert read(kept) == {**before, name: "7"} and list(read(kept)) == list(before)
+    assert read(gone) == {key: value for key, value in before.items() if key != name}
+
+
+def test_variables_of_the_container_are_edited_like_assignments(run):
+    """The container's own `env:` reaches the program where no assignment overrules it, as of older templates."""
+    assignment = re.search(r'MAXTEXT_EXTRA_FLAGS="([^"]*)" +', TINY.read_text())
+    entry = f'{INDENT}- name: MAXTEXT_EXTRA_FLAGS\n{INDENT}  value: "{assignment[1]}"\n'
+    here = INDENT + "- name: RAIDEN_BROADCAST_K\n"
+    text = TINY.read_text().replace(assignment[0], "").replace(here, entry + here)
+    before = dict(lr.key_values(assignment[1]))
+    result = run(text, "--maxtext", "megablox=true", "--maxtext-unset", "num_vocab_tiling")
+    wanted = {key: value for key, value in before.items() if key != "num_vocab_tiling"}
+    assert dict(lr.key_values(result.client.env["MAXTEXT_EXTRA_FLAGS"])) == {**wanted, "megablox": "true"}
+    assert "MAXTEXT_EXTRA_FLAGS megablox: false -> true" in result.err
+    assert "MAXTEXT_EXTRA_FLAGS" not in run(text).client.env  # nothing asked for: the container's own stays
+    assert run(text, "--maxtext", "ici_fsdp_parallelism=3").code == 2
+
+
+def test_a_dollar_in_a_libtpu_flag_reaches_every_carrier_as_it_was_given(run):
+    result = run(DRYRUN, "--libtpu", "xla_new=$(JOB_INDEX)$$")
+    env = {entry["name"]: entry.get("value", "7") for entry in box(result.data, "pathways-worker")["env"]}
+    flags = [
+        lr.kube_expand(result.client.env["LIBTPU_INIT_ARGS"], {}),
+        lr.kube_expand(env["LIBTPU_INIT_ARGS"], {**env, "JOB_INDEX": "7"}),
+        lr.kube_expand(box(result.data, "pathways-proxy")["args"][-1], {"JOB_INDEX": "7"}),
+    ]
+    assert all("--xla_new=$(JOB_INDEX)$" in text for text in flags), flags
+
+
+def test_an_asked_for_value_that_is_the_production_name_stays(run):
+    result = run(DRYRUN, "--libtpu", "xla_new=ada-train", "--trainer-arg", "note=ada-train", "--env", "NOTE=ada-train")
+    assert result.code == 0, result.err
+    assert box(result.data, "pathways-proxy")["args"][-1] == "--xla_new=ada-train"
+    assert result.argv["--note"] == result.client.env["NOTE"] == "ada-train"
 
 
 def test_a_duplicate_key_or_flag_is_changed_where_it_counts(run):
@@ -410,6 +479,18 @@ def test_keys_of_production_in_the_extra_flags_become_the_benchs(run):
     assert "s3cr3t" not in result.out + result.err
 
 
+def test_what_still_points_into_the_production_folder_is_named(run):
+    extra = "dump_hlo_gcs_path=gs://example-rl/maxtext/tiny/hlo load_parameters_path=gs://example-rl/maxtext/tiny/0 "
+    text = TINY.read_text().replace('MAXTEXT_EXTRA_FLAGS="', f'MAXTEXT_EXTRA_FLAGS="{extra}')
+    text = text.replace(
+        "--port=20002", "--port=20002 --other=gs://example-rl/maxtext/tiny-2 --notes=gs://example-rl/maxtext/tiny"
+    )
+    named = re.findall(r"(\S+) still points into gs://example-rl/maxtext/tiny, ", run(text).err)
+    assert named == ["dump_hlo_gcs_path", "--notes"]
+    fixed = run(text, "--maxtext-unset", "dump_hlo_gcs_path", "--trainer-arg", "notes=gs://mine")
+    assert "still points into" not in fixed.err
+
+
 def test_run_flags_leave_the_trainers_argv(run):
     text = TINY.read_text().replace("--port=20002", "--port=20002 --weight_sync_mode=raiden --no-weight_sync_async")
     argv = run(text).argv
@@ -436,6 +517,18 @@ def test_secrets_are_dropped_named_and_masked(run):
     kept = run(text, "--keep-secret", "HF_TOKEN", "--keep-secret", "WANDB_API_KEY")
     assert kept.client.env["HF_TOKEN"] == "s3cr3t-token" and "s3cr3t" not in kept.err
     assert {"name": "WANDB_API_KEY", "value": "s3cr3t-env"} in box(kept.data, "main")["env"]
+
+
+def test_every_secret_can_be_kept_by_the_name_that_was_shown(run):
+    text = TINY.read_text().replace('MAXTEXT_EXTRA_FLAGS="', 'MAXTEXT_EXTRA_FLAGS="hf_access_token=s3cr3t ')
+    text = text.replace("--port=20002", "--port=20002 --hf_token=s3cr3t").replace(
+        "--seed=42", "--seed=42 --api_key=s3cr3t"
+    )
+    shown = re.search(r"being secrets: (.*) \(--keep", run(text).err)[1].split(", ")
+    assert shown == ["--api_key", "--hf_token", "hf_access_token"]
+    kept = run(text, *(word for name in shown for word in ("--keep-secret", name)))
+    assert kept.out.count("s3cr3t") == 3 and "s3cr3t" not in kept.err
+    assert "changes nothing" not in kept.err and "not carried over" not in kept.err
 
 
 def test_a_secret_that_is_asked_for_is_masked_everywhere_else(run):
@@ -503,12 +596,44 @@ def test_every_field_of_a_slice(run, stream, text, accelerator, instance, hosts,
         assert f"key: cloud.google.com/gke-tpu-partition-{partition}-state" in result.out
 
 
+def test_the_orchestrators_copy_of_the_slice_follows(run):
+    mesh = ("--trainer-arg", "mesh_fsdp=16")
+    topology = lambda r: dict(lr.flag_items(r.client.carried_argv("ORCH_ARGV"))).get("--tpu_topology")  # noqa: E731
+    result = run(DRYRUN, "--slice", "tpu-v7x-slice:4x4x4", *mesh)
+    assert topology(run(DRYRUN)) == "tpu7x:4x4x8+tpu7x:2x2x4"
+    assert topology(result) == "tpu7x:4x4x4+tpu7x:2x2x4"
+    assert "orchestrator argv --tpu_topology: tpu7x:4x4x8+tpu7x:2x2x4 -> tpu7x:4x4x4+tpu7x:2x2x4" in result.err
+    asked = run(DRYRUN, "--slice", "tpu7x:4x4x4", *mesh, "--orch-arg", "tpu_topology=mine")
+    assert topology(asked) == "mine"
+    gone = run(DRYRUN, "--slice", "tpu7x:4x4x4", *mesh, "--orch-arg-unset", "tpu_topology")
+    assert topology(gone) is None
+    other = DRYRUN.read_text().replace("--tpu_topology=tpu7x:4x4x8", "--tpu_topology=tpu7x:8x8x8")
+    assert topology(run(other, "--slice", "tpu7x:4x4x4", *mesh)) == "tpu7x:8x8x8+tpu7x:2x2x4"
+
+
+def test_rows_that_no_longer_follow_the_mesh_are_named(run):
+    mesh = ("--slice", "tpu7x:4x4x4", "--trainer-arg", "mesh_fsdp=16")
+    assert "--mesh_fsdp is 16, and the orchestrator's --trainer_fsdp, which sets the rows" in run(DRYRUN, *mesh).err
+    assert "sets the rows" not in run(DRYRUN, *mesh, "--orch-arg", "trainer_fsdp=16").err + run(DRYRUN).err
+
+
+def test_a_slice_of_another_type_says_what_it_keeps(run):
+    result = run(DRYRUN, "--slice", "tpuv5p:4x8x8")
+    form = "the scheduling fields keep the form of {}: check that the cluster offers {} so"
+    assert form.format("tpu7x:4x4x8, dynamic slicing", "tpuv5:4x8x8") in result.err
+    assert "the reservation example-block stays, and the launch asked it for tpu7x:4x4x8" in result.err
+    static = run(TINY, "--slice", "tpu7x:2x2x1", "--trainer-arg", "mesh_fsdp=4")
+    assert form.format("tpuv5:2x2x1, node pools of one topology", "tpu7x:2x2x1") in static.err
+    assert "scheduling fields" not in run(TINY, "--slice", "tpuv5:2x2x2", "--trainer-arg", "mesh_fsdp=4").err
+
+
 def test_a_mesh_that_does_not_fit_the_slice_is_refused(run):
     result = run(DRYRUN, "--slice", "tpu7x:4x4x4")
     assert (result.code, result.out) == (2, "")
     assert "the mesh has 256 devices, and tpu7x:4x4x4 has 128 JAX devices (64 chips, 2 per chip)" in result.err
     assert run(DRYRUN, "--slice", "tpu7x:4x4x4", "--trainer-arg", "mesh_fsdp=16").code == 0
     assert run(DRYRUN, "--trainer-arg", "mesh_fsdp=16").code == 2
+    assert "the mesh has 16 devices" in run(DRYRUN, "--trainer-arg-unset", "mesh_fsdp").err  # Tunix's default is 2
     assert run(DRYRUN, "--maxtext", "ici_fsdp_parallelism=16").code == 2
     assert run(DRYRUN, "--maxtext", "ici_fsdp_parallelism=-1").code == 0
     assert run(DRYRUN, "--maxtext", "ici_fsdp_parallelism=16", "--slice", "tpu7x:4x4x4").code == 0
@@ -622,8 +747,9 @@ def test_the_command_passes_what_the_launchers_own_passes(run, stream, tmp_path,
     assert not pathlib.Path(new_argv[0]).exists() and new_argv[0].startswith("/tmp/trainer-bench.")
 
     trainer_argv, orch_argv = (shlex.split(new_env.pop(name)) for name in ("TRAINER_ARGV", "ORCH_ARGV"))
-    provenance = [new_env.pop(name) for name in bench_script.PROVENANCE]
-    assert all(provenance) and json.loads(provenance[3]) == {"name": "flags-a", "steps": "2"}
+    provenance = {name: new_env.pop(name) for name in bench_script.PROVENANCE}
+    assert all(provenance.values())
+    assert json.loads(provenance["BENCH_RENDER_OPTIONS"]) == {"name": "flags-a", "steps": "2"}
     assert new_env == {k: v for k, v in env.items() if k != "HF_TOKEN"}
     own = {"--worker_id": "flags-a", "--checkpoint_save_interval_steps": "0",
            "--maxtext_output_directory": "gs://example-rl/maxtext/bench/flags-a"}  # fmt: skip
@@ -661,6 +787,18 @@ def test_live_words_stay_live_beside_edits(run, tmp_path):
     ].endswith('n="q"')
     assert "--note=$(date)" in shlex.split(env["TRAINER_ARGV"]) and env["Z"] == "$(JOB_INDEX)"
     assert "--lora_rank=field-POD_INDEX" in shlex.split(env["TRAINER_ARGV"])
+
+
+@pytest.mark.parametrize("python", ["python3", "/opt/venv/bin/python3.12", '"$VIRTUAL_ENV/bin/python"'])
+def test_the_launchers_interpreter_runs_the_driver(run, python, tmp_path):
+    result = run(TINY.read_text().replace("python -m tunix", f"{python} -m tunix"))
+    assert result.code == 0, result.err
+    assert f'\n{python} "$BENCH_DIR/bench_driver.py"\n' in result.client.script
+    (tmp_path / "bench_driver.py").write_text("import big_module\n")
+    (tmp_path / "big_module.py").write_text("".join(f"x{i} = {i * i}\n" for i in range(12000)))
+    packed = run(TINY.read_text().replace("python -m tunix", f"{python} -m tunix"),
+                 driver_file=tmp_path / "bench_driver.py")  # fmt: skip
+    assert f'\n{python} -c "import bz2' in packed.client.script and lr.script_role(packed.client.script) == "bench"
 
 
 def test_the_wrapper_prints_nothing_of_its_own(run, tmp_path):
@@ -743,7 +881,9 @@ def test_the_real_driver_travels_whole(run):
         ["sha256sum", *sorted(result.client.sources)], cwd=ROOT, capture_output=True, check=True
     ).stdout
     digest = subprocess.run(["sha256sum"], input=digests, capture_output=True, check=True).stdout.split()[0].decode()
-    assert result.client.env["BENCH_DRIVER_SHA256"] == digest
+    assert result.client.env["BENCH_FILES_SHA256"] == digest
+    driver = subprocess.run(["sha256sum", "bench_driver.py"], cwd=ROOT, capture_output=True, check=True).stdout
+    assert result.client.env["BENCH_DRIVER_SHA256"] == driver.split()[0].decode()
 
 
 def test_an_installed_driver_takes_none_of_its_neighbours_along(run, tmp_path):
@@ -802,6 +942,19 @@ def test_a_capture_with_stderr_and_crlf_reads_the_same(run):
     assert strip(other.out) == strip(clean.out)
 
 
+def test_a_stream_without_its_last_line_break(run):
+    """`$(./launch.sh)` takes it away; a stream that was cut inside its last word looks alike."""
+    text = TINY.read_text()
+    whole = text[: text.index("\n---\n# Rollout")].rstrip("\n")
+    assert whole.endswith("\n    - proc")
+    result = run(whole)
+    assert result.code == 0 and result.data == yaml_load(
+        run(TINY).out.replace(run(TINY).client.env["BENCH_INPUT_SHA256"], result.client.env["BENCH_INPUT_SHA256"])
+    )
+    for less in (1, 4, 8, 12, 40):
+        assert run(whole[:-less]).code == 2 and "cut short" in run(whole[:-less]).err, less
+
+
 def test_documents_in_another_order(run):
     pieces = TINY.read_text().split("---\n")
     assert len(pieces) == 4
@@ -833,6 +986,21 @@ def test_several_trainers(run):
     assert "no trainer named c; there is tiny-train, b-train" in run(text, "--trainer", "c").err
 
 
+def test_a_launch_that_was_captured_twice(run):
+    text = TINY.read_text()
+    assert run(text + text).code == 0
+    result = run(text + text.replace("--mesh_tp=1", "--mesh_tp=1 --note=2"))
+    assert "2 trainers: tiny-train, tiny-train; give the dry run of one launch" in result.err
+
+
+def test_an_orchestrator_that_the_trainer_does_not_look_for_is_named(run):
+    pieces = TINY.read_text().split("---\n")
+    text = TINY.read_text() + "---\n" + pieces[2].replace("tiny-", "b-")
+    result = run(text, "--trainer", "b-train")
+    assert "the loss options are those of tiny-orch, and b-train looks for b-orch" in result.err
+    assert "looks for" not in run(text, "--trainer", "tiny-train").err
+
+
 def test_the_orchestrator_may_come_from_elsewhere(run, tmp_path):
     pieces = TINY.read_text().split("---\n")
     alone = "---\n" + pieces[2]
@@ -842,6 +1010,7 @@ def test_the_orchestrator_may_come_from_elsewhere(run, tmp_path):
     defaults = run(alone, "--orch-defaults", "--orch-arg", "beta=0.5")
     assert defaults.client.carried_argv("ORCH_ARGV") == ["--beta=0.5"]
     assert run(alone, "--orch-defaults").client.carried_argv("ORCH_ARGV") == []
+    assert "is the orchestrator of this launch" in run(alone, "--orch-defaults", name="tiny-orch").err
     (tmp_path / "alone").write_text(alone)
     assert run(alone, "--orch-render", tmp_path / "alone").code == 2
 
@@ -883,6 +1052,10 @@ REFUSED = {
         lambda t: "---\n" + t.split("---\n")[1] + "---\n\n---\n" + t.split("---\n")[3],
         "did the launcher's generator fail?",
     ),
+    "failed generator of the orchestrator": (
+        lambda t: "---\n\n---\n" + t.split("---\n")[2],
+        "did the launcher's generator fail? Else name another capture",
+    ),
     "mock trainer": (edit("run_trainer_node.main", "run_mock_trainer_node.main"), "tiny-train is a mock trainer"),
     "no workers": (edit("pathways-worker", "worker"), "no Pathways worker group"),
     "tunix backend": (edit("--trainer_backend=maxtext", "--trainer_backend=tunix"), "--trainer_backend=tunix"),
@@ -895,7 +1068,7 @@ REFUSED = {
     "several words": (edit("--port=20002", "--port=$PORT"), "bash may make several words"),
     "cut in the script": (cut("--mesh_fsdp"), "cut short"),
     "cut in a word": (cut("    operator: All", 12), "cut short"),
-    "cut in a line": (lambda t: t[: t.index("# Rollout") - 6], "cut short"),
+    "cut in a line": (lambda t: t[: t.index("# Rollout") - 7], "cut short"),
     "cut before the end": (cut("  successPolicy:"), "cut short"),
     "live directory": (edit("=gs://example-rl/maxtext/tiny", '="gs://$B/tiny"'), "known only when the pod runs"),
     "LeaderWorkerSet": (edit("kind: JobSet", "kind: LeaderWorkerSet"), "runs in a LeaderWorkerSet"),
@@ -918,7 +1091,7 @@ def test_documents_out_of_form_are_rendered_or_refused_in_one_line(run, tmp_path
     launch = [document.data for document in lr.read_render(TINY.read_text(), "in").documents]
     values = [None, [], {}, "x", 1, True, -1, 1.5, ["x"], [1], {"a": 1}, [None], "--a=1"]
     codes = []
-    for _ in range(100):
+    for _ in range(60):
         documents = copy.deepcopy(launch)
         document = noise.choice([documents[1], documents[1], documents[0]])
         *above, last = noise.choice([path for path, _ in lr.walk(document) if path])
@@ -1009,6 +1182,11 @@ def test_a_stream_over_the_limit_is_not_read(tmp_path, driver):
         (["--profile", "3"], "is not FIRST:COUNT"),
         (["--profile", "3:0"], "is not FIRST:COUNT"),
         (["--image", "a b"], "--image 'a b' is no name"),
+        (["--namespace", "Perf"], "--namespace 'Perf' is no name"),
+        (["--queue", "a" * 64], "is no name; give at most 63"),
+        (["--priority", "high_"], "--priority 'high_' is no name"),
+        (["--load-checkpoint", "none", "--trainer-arg", "maxtext_ckpt_path=gs://c"], "contradict each other"),
+        (["--maxtext", "load_parameters_path=gs://c", "--load-checkpoint", "none"], "contradict each other"),
         (["--output-directory", "gs://example-rl/maxtext/tiny"], "is the launch's own"),
         (["--routing-load", "no/such.json"], "no such file"),
         (["--driver", "no/such.py"], "cannot read"),
@@ -1286,7 +1464,7 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("launches")
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=32, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(launches(), OPTIONS)
 def test_random_launches(scratch, driver, schema_check, text, options):
     file = scratch / "launch.txt"
@@ -1353,7 +1531,7 @@ def test_nothing_heavy_is_imported():
 def test_slice_table_and_mesh_are_plain_data():
     assert render_slice.parse_slice("tpu7x:4x4x8").devices == 256
     assert render_slice.mesh_devices({"--mesh_fsdp": "2", "--mesh_tp": "x"}, {}) is None
-    assert render_slice.mesh_devices({}, {}) is None
+    assert render_slice.mesh_devices({}, {}) is None and render_slice.mesh_devices({"--mesh_tp": "2"}, {}) == (4, False)
     with pytest.raises(BenchError):
         render_slice.parse_slice("")
     assert repr(render_check.MISSING) == "(absent)"
