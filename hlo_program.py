@@ -25,6 +25,7 @@ COLLECTIVES = (
     "all-to-all",
     "collective-broadcast",
     "collective-permute",
+    "collective-reduce",
     "ragged-all-to-all",
     "recv",
     "reduce-scatter",
@@ -37,16 +38,29 @@ NO_WORK = frozenset(
     "optimization-barrier add-dependency domain".split()
 )
 MOVES = frozenset("copy slice dynamic-slice dynamic-update-slice concatenate pad reshape transpose".split())
-_KERNELS = frozenset("fft cholesky triangular-solve".split())  # library calls of unknown length, not elementwise
+_MATMULS = frozenset("convolution dot ragged-dot scaled-dot".split())
+# Data movement and elementwise (XLA, hlo_opcode.h). What is in no list, such as fft, cholesky, triangular-solve or an
+# opcode newer than this one, is a kernel of unknown length.
+_LIGHT = MOVES | frozenset(
+    "abs acos acosh add and asin asinh atan2 atanh batch-norm-grad batch-norm-inference batch-norm-training "
+    "bitcast-convert broadcast cbrt ceil clamp compare complex convert cosh cosine count-leading-zeros divide "
+    "dynamic-reshape erf exp2 exponential exponential-minus-one floor gather get-dimension-size imag infeed iota "
+    "is-finite log log-plus-one log2 logistic map maximum minimum mulhi multiply negate not or outfeed popcnt power "
+    "real reduce reduce-precision reduce-window remainder reverse rng rng-bit-generator rng-get-and-update-state "
+    "round-nearest-afz round-nearest-even rsqrt scatter select select-and-scatter set-dimension-size shift-left "
+    "shift-right-arithmetic shift-right-logical shuffle sign sine sinh sort sqrt stochastic-convert subtract tan tanh "
+    "topk xor".split()
+)
 # Custom calls that do nothing at run time (seen in TPU modules), and matrix products by library.
 EMPTY_TARGETS = frozenset(
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
     "LayoutConstraint SPMDFullToShardShape "
     "SPMDShardToFullShape Sharding annotate_device_placement".split()
 )
+_HALVES = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 _MATMUL_TARGETS = re.compile(r"__cublas\$|__cudnn\$conv|__onednn\$matmul|__triton_gemm")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})\b')
 _THREAD = re.compile(r'async_execution_thread="([^"]*)"')
 _CALLEE = re.compile(r", (calls|to_apply|body|condition|called_computations)=\{?%?([^\s,{}]+)(?=[,}\s]|$)")
 _CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
@@ -76,6 +90,11 @@ class Cover(NamedTuple):
 
 
 NOTHING = Cover()
+
+
+def _rank(cover: Cover) -> tuple[int, int, int]:
+    """Order covers by what they hide: products and kernels before light work, FLOPs last."""
+    return cover.matmuls + cover.kernels, cover.light, cover.flops
 
 
 class Times(NamedTuple):
@@ -126,12 +145,12 @@ class _Sorts(dict):
             sort = "none"
         elif collective_base(opcode):
             sort = "collective"
-        elif base in ("dot", "convolution"):
+        elif base in _MATMULS:
             sort = "matmul"
         elif base in _CALLERS:
             sort = "caller"
         else:
-            sort = "kernel" if base in _KERNELS else "light"
+            sort = "light" if base in _LIGHT else "kernel"
         self[opcode] = sort
         return sort
 
@@ -251,7 +270,7 @@ class Program:
         self._trips: dict[tuple[int, int], int | None] = {}
         self._tracks: dict[int, Track] = {}
         self._dones: dict[int, dict[int, int]] = {}
-        self.fused: set[tuple[int, int]] = set()  # (id of computation, position) of fusions with collectives inside
+        self._halves: dict[int, str | None] = {}
         self._depth = 0
 
     # --- what an instruction calls and contains ---
@@ -372,7 +391,7 @@ class Program:
             trips = self.trips(computation, at)
             return covers[0].times(1 if trips is None else trips) if covers else Cover(light=1)
         if base == "conditional":  # what is sure to run
-            return Cover(*(min(values) for values in zip(*covers, strict=True))) if covers else Cover(light=1)
+            return min(covers, key=_rank) if covers else Cover(light=1)
         total = covers[0] if covers else Cover(light=1)
         for cover in covers[1:]:
             total = total.plus(cover)
@@ -409,6 +428,18 @@ class Program:
             self._depth -= 1
         return self._collectives[key]
 
+    def async_half(self, computation: Computation) -> str | None:
+        """Return "start" or "done" for the inside of a fusion that begins or ends a TPU async collective, else None."""
+        key = id(computation)
+        if key not in self._halves:
+            self._halves[key] = None
+            for at in self.digest(computation).work:
+                target = TARGET.search(computation.texts[at]) if computation.opcodes[at] == "custom-call" else None
+                if target and target[1] in _HALVES:
+                    self._halves[key] = _HALVES[target[1]]
+                    break
+        return self._halves[key]
+
     def _runs(self, computation: Computation, at: int) -> Times:
         """Return how often instruction `at` runs each of its computations."""
         opcode = computation.opcodes[at]
@@ -424,8 +455,7 @@ class Program:
         key = (id(computation), at)
         if key not in self._trips:
             self._trips[key] = None  # a loop that depends on itself stays unknown
-            place = computation.texts[at].find('"known_trip_count"')
-            known = _KNOWN_TRIPS.match(computation.texts[at], place) if place >= 0 else None
+            known = _KNOWN_TRIPS.search(unescaped(computation.texts[at]))
             self._trips[key] = int(known[1]) if known else TripReader(self).read(computation, at)
         trips = self._trips[key]
         return self.assume_trips if trips is None else trips
@@ -446,23 +476,25 @@ class Program:
             track.opcodes.setdefault(opcode, []).append(at)
             sort = SORT[opcode]
             if sort == "light":
-                track.light.append(at)  # an asynchronous copy covers where it is issued, not while it flies
+                track.light.append(at)
                 continue
             work = self.cover(computation, at) if sort != "none" else NOTHING
             if work is NOTHING or work == NOTHING:
                 continue
-            if END[opcode] != "start" or work.light == 1 == sum(work):
+            if END[opcode] != "start":
                 track.main.add(at, work)
                 continue
             thread = thread_of(computation, at)
             track.started.setdefault(thread, Prefix()).add(at, work)
+            if work.light == 1 == sum(work):
+                continue  # one copy covers where it is issued, not while it flies
             done = self._done_of(computation, at)
             events.setdefault(thread, []).append((at, work))
             if done is not None:
                 events[thread].append((done, work.times(-1)))
         for thread in track.started:
             running = track.running[thread] = Prefix()
-            for position, change in sorted(events[thread], key=lambda event: event[0]):
+            for position, change in sorted(events.get(thread, []), key=lambda event: event[0]):
                 running.add(position, change)
         return track
 
@@ -478,6 +510,11 @@ class Program:
                         found.setdefault(start, position)
             self._dones[key] = found
         return self._dones[key].get(at)
+
+
+def unescaped(text: str) -> str:
+    """Return an instruction with the JSON of its backend_config bare: XLA once printed it as a quoted string."""
+    return text.replace('\\"', '"') if '\\"' in text else text
 
 
 def thread_of(computation: Computation, at: int) -> str:
@@ -534,7 +571,10 @@ def matmul_flops(computation: Computation, at: int) -> int | None:
     output = hlo_shapes.elements(hlo_text.shape_of(computation, at))
     if len(refs) < 2:
         return None
-    if computation.opcodes[at].startswith("dot"):
+    opcode = computation.opcodes[at]
+    if opcode == "ragged-dot":
+        return None  # whether the ragged dimension is contracted changes the count
+    if opcode in ("dot", "scaled-dot"):
         left = hlo_text.shape_of_ref(computation, refs[0])
         dims = _CONTRACTING.match(hlo_text.attribute(computation, at, "lhs_contracting_dims"))
         if not isinstance(left, hlo_shapes.Array) or dims is None:

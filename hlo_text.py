@@ -120,7 +120,7 @@ class Module:
         self.name, self.line, self.header = name, line, header
         self.computations: list[Computation] = []
         self.by_name: dict[str, Computation] = {}
-        self.truncated = False  # no ENTRY, no header, or a computation that never closes
+        self.truncated = False  # no ENTRY, no header, a computation that never closes, or a loop whose body is missing
         self.counts = {name: int(value) for name, value in _COUNTS.findall(header)}
 
     @property
@@ -206,6 +206,10 @@ class _Reader:
             if end in "{([ " or (end == '"' and line.count('"') & 1):
                 if here is not self.broken:
                     number = self._until_balanced(lines, number)
+        if self.open is None and self.modules:
+            last = self.pending[0] if self.pending else next((line for line in reversed(lines) if line), "")
+            if last.startswith(("%", "ENTRY ")):  # the text ends within a signature
+                self.modules[-1].truncated = True
 
     def _other(self, lines: list[str], at: int) -> int:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
@@ -496,6 +500,11 @@ def _pieces(text: str, begin: int, end: int) -> Iterator[str]:
     yield text[start:end]
 
 
+def header_pieces(module: Module) -> list[str]:
+    """Return what a module's first line says behind its name, such as `num_partitions=8`, in order."""
+    return [piece.strip() for piece in _pieces(module.header, 0, len(module.header))][1:]
+
+
 class Ref(NamedTuple):
     """An operand: an instruction's name, and the element for a folded `%tuple.3#1`."""
 
@@ -598,7 +607,10 @@ _REFERENCE = re.compile(r"%?([^\s,{}%]+)")
 
 
 def called(computation: Computation, at: int, module: Module) -> dict[str, list[Computation]]:
-    """Return the computations that instruction `at` names, by attribute; inline ones are made on the way."""
+    """Return the computations that instruction `at` names, by attribute; inline ones are made on the way.
+
+    Where a loop, branch, call or start names one that is not in the text, the module is marked as truncated.
+    """
     found: dict[str, list[Computation]] = {}
     for key, value in attributes(computation, at).items():
         if key not in CALL_KEYS:
@@ -608,7 +620,12 @@ def called(computation: Computation, at: int, module: Module) -> dict[str, list[
             continue
         names = _REFERENCE.findall(value)
         found[key] = [module.by_name[name] for name in names if name in module.by_name]
+        if len(found[key]) < len(names) and computation.opcodes[at] in _RUNS:
+            module.truncated = True
     return found
+
+
+_RUNS = frozenset("while conditional call call-start async-start custom-call-start".split())
 
 
 _INLINE_SPLIT = re.compile(r"(?:^|[ \t\n])(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]+(?=[(a-z])")
