@@ -49,13 +49,13 @@ def _plain(computation: hlo_text.Computation, at: int, local: dict[str, int], nu
             return f"#{local[word]}"
         return f"@{numbers[word]}" if word in numbers else match[0]
 
-    piece = hlo_text.parts(computation, at)
-    if piece.opcode in ("parameter", "constant"):
+    opcode = computation.opcodes[at]
+    if opcode in ("parameter", "constant"):
         inner = hlo_text.literal(computation, at)
     else:
         refs = hlo_text.operands(computation, at)
         inner = ",".join(f"{local.get(ref.name, ref.name)}.{ref.element}" for ref in refs)
-    words = [f"{at == computation.root_index} {piece.shape} {piece.opcode} {inner}"]
+    words = [f"{at == computation.root_index} {hlo_text.shape_text(computation, at)} {opcode} {inner}"]
     for key, value in sorted(hlo_text.attributes(computation, at).items()):
         if key in _DROP:
             continue

@@ -104,12 +104,16 @@ class Times(NamedTuple):
     high: int | None
 
     def times(self, other: Times) -> Times:
+        if other is ONCE:
+            return self
         if 0 in (self.high, other.high):
-            return Times(0, 0)
+            return NEVER
         high = None if self.high is None or other.high is None else self.high * other.high
         return _sane(self.low * other.low, high)
 
     def plus(self, other: Times) -> Times:
+        if self is NEVER:
+            return other
         high = None if self.high is None or other.high is None else self.high + other.high
         return _sane(self.low + other.low, high)
 
@@ -263,7 +267,6 @@ class Program:
         self.assume_trips = assume_trips
         self.callers: dict[int, tuple[Computation, int]] = {}  # id of a computation -> who calls it (one of them)
         self._called: dict[tuple[int, int], dict[str, list[Computation]]] = {}
-        self._bodies: dict[tuple[int, int], list[Computation]] = {}
         self._digests: dict[int, Digest] = {}
         self._inside: dict[int, Cover] = {}
         self._collectives: dict[int, list[tuple[Computation, int, Times]]] = {}
@@ -305,20 +308,20 @@ class Program:
 
     def bodies(self, computation: Computation, at: int) -> list[Computation]:
         """Return the computations that instruction `at` runs: what it calls, but no loop condition or reducer."""
-        key = (id(computation), at)
-        found = self._bodies.get(key)
+        found = computation.known_bodies.get(at)
         if found is None:
-            found = self._bodies[key] = self._read_bodies(computation, at)
+            found = computation.known_bodies[at] = self._read_bodies(computation, at)
         return found
 
     def _read_bodies(self, computation: Computation, at: int) -> list[Computation]:
         opcode = computation.opcodes[at]
         if opcode == "fusion":  # most of all: XLA prints its callee before anything quoted
             text = computation.texts[at]
-            place = text.find(", calls=")
-            match = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
-            if match is not None and match[2] in self.module.by_name:
-                return [self.module.by_name[match[2]]]
+            place = text.find(", calls=%")
+            if place >= 0 and text.find('"', 0, place) < 0:
+                callee = self.module.by_name.get(text[place + len(", calls=%") :].partition(",")[0])
+                if callee is not None:
+                    return [callee]
         found = self.called(computation, at)
         if opcode == "while":
             return found.get("body", [])
@@ -342,18 +345,13 @@ class Program:
         """Return which instructions of a computation deserve a closer look."""
         key = id(computation)
         if key not in self._digests:
-            light = 0
+            sorts = list(map(SORT.__getitem__, computation.opcodes))
+            light = sorts.count("light")
             work: list[int] = []
             moves: list[int] = []
-            for at, opcode in enumerate(computation.opcodes):
-                sort = SORT[opcode]
-                if sort == "light":
-                    light += 1
-                elif sort != "none":
-                    if sort != "collective":
-                        work.append(at)
-                    if sort == "collective" or sort == "caller":
-                        moves.append(at)
+            if light + sorts.count("none") < len(sorts):
+                work = [at for at, sort in enumerate(sorts) if sort in ("matmul", "kernel", "caller")]
+                moves = [at for at, sort in enumerate(sorts) if sort in ("collective", "caller")]
             self._digests[key] = Digest(light, work, moves)
         return self._digests[key]
 
