@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import hlo_shapes
@@ -92,6 +93,12 @@ class Cover(NamedTuple):
 NOTHING = Cover()
 
 
+@lru_cache(maxsize=None)
+def _light(count: int) -> Cover:
+    """Return the cover of so many light instructions: most fusions hold nothing else, and the same few numbers."""
+    return Cover(light=count)
+
+
 def _rank(cover: Cover) -> tuple[int, int, int]:
     """Order covers by what they hide: products and kernels before light work, FLOPs last."""
     return cover.matmuls + cover.kernels, cover.light, cover.flops
@@ -120,6 +127,8 @@ class Times(NamedTuple):
 
 def _sane(low: int, high: int | None) -> Times:
     """Numbers no machine reaches come from broken text: they are unknown."""
+    if high is not None and low <= high <= MAX_COUNT:
+        return Times(low, high)
     return Times(min(low, MAX_COUNT), None if high is None or high > MAX_COUNT else high)
 
 
@@ -343,17 +352,17 @@ class Program:
 
     def digest(self, computation: Computation) -> Digest:
         """Return which instructions of a computation deserve a closer look."""
-        key = id(computation)
-        if key not in self._digests:
-            sorts = list(map(SORT.__getitem__, computation.opcodes))
+        found = self._digests.get(id(computation))
+        if found is None:
+            sorts = [SORT[opcode] for opcode in computation.opcodes]
             light = sorts.count("light")
             work: list[int] = []
             moves: list[int] = []
             if light + sorts.count("none") < len(sorts):
                 work = [at for at, sort in enumerate(sorts) if sort in ("matmul", "kernel", "caller")]
                 moves = [at for at, sort in enumerate(sorts) if sort in ("collective", "caller")]
-            self._digests[key] = Digest(light, work, moves)
-        return self._digests[key]
+            found = self._digests[id(computation)] = Digest(light, work, moves)
+        return found
 
     def inside(self, computation: Computation) -> Cover:
         """Return the work of one run of a computation."""
@@ -361,7 +370,7 @@ class Program:
         if key not in self._inside:
             self._descend()
             digest = self.digest(computation)
-            total = Cover(light=digest.light)
+            total = _light(digest.light)
             for at in digest.work:
                 total = total.plus(self.cover(computation, at))
             self._inside[key] = total
@@ -411,6 +420,8 @@ class Program:
     def collectives_in(self, computation: Computation) -> list[tuple[Computation, int, Times]]:
         """Return the collectives inside a computation that runs as one piece, with how often each runs in it."""
         key = id(computation)
+        if not self.digest(computation).moves:
+            return []
         if key not in self._collectives:
             self._descend()
             found: list[tuple[Computation, int, Times]] = []

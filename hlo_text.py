@@ -30,7 +30,7 @@ _INSTRUCTION = re.compile(
 # A whole line of it as XLA prints it, which no other line continues: those end in an open bracket or a blank. It is
 # tried on every line of a file, so it asks for no more than it takes to tell such a line from any other.
 _PRINTED_LINE = re.compile(
-    r"^ *+(ROOT )?+%?+([^ ]++) = (?:[^ (][^ ]*+|\((?:[^)\n]*+\))+?) ([a-z][a-z0-9\-]*+)\(.*+(?<![{(\[ ])\n",
+    r"^ *+(?:ROOT )?+%?+([^ ]++) = (?:[^ (][^ ]*+|\((?:[^)\n]*+\))+?) ([a-z][a-z0-9\-]*+)\(.*+(?<![{(\[ ])\n",
     re.MULTILINE,
 )
 # `%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {`, `ENTRY test {`, `wide.body {`
@@ -238,13 +238,10 @@ class _Reader:
         if len(found) != len(body) or not body or quoted:  # quoted: a text that goes on behind the line
             self.careful_until = end  # or each of many headers without an end would look as far
             return at
-        roots, names, opcodes = zip(*found, strict=True)
-        here.texts, here.known_names = body, list(names)
-        here.opcodes = list(map(self.known.setdefault, opcodes, opcodes))
-        if roots[-1]:
-            here.root = len(body) - 1
-        elif any(roots):
-            here.root = max(at for at, root in enumerate(roots) if root)
+        here.texts, here.known_names = body, [name for name, _ in found]
+        here.opcodes = [self.known.setdefault(opcode, opcode) for _, opcode in found]
+        roots = (place for place in range(len(body) - 1, -1, -1) if body[place].lstrip().startswith("ROOT "))
+        here.root = next(roots, -1)
         self.wrapped = None
         if lines[end] == "}" and self._last_is_closed(here):
             here.closed, self.open = True, None
