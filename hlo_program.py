@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import hlo_shapes
@@ -93,7 +93,7 @@ class Cover(NamedTuple):
 NOTHING = Cover()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _light(count: int) -> Cover:
     """Return the cover of so many light instructions: most fusions hold nothing else, and the same few numbers."""
     return Cover(light=count)
@@ -420,8 +420,6 @@ class Program:
     def collectives_in(self, computation: Computation) -> list[tuple[Computation, int, Times]]:
         """Return the collectives inside a computation that runs as one piece, with how often each runs in it."""
         key = id(computation)
-        if not self.digest(computation).moves:
-            return []
         if key not in self._collectives:
             self._descend()
             found: list[tuple[Computation, int, Times]] = []
@@ -441,12 +439,9 @@ class Program:
         """Return "start" or "done" for the inside of a fusion that begins or ends a TPU async collective, else None."""
         key = id(computation)
         if key not in self._halves:
-            self._halves[key] = None
-            for at in self.digest(computation).work:
-                target = TARGET.search(computation.texts[at]) if computation.opcodes[at] == "custom-call" else None
-                if target and target[1] in _HALVES:
-                    self._halves[key] = _HALVES[target[1]]
-                    break
+            calls = [at for at in self.digest(computation).work if computation.opcodes[at] == "custom-call"]
+            targets = [TARGET.search(computation.texts[at]) for at in calls]
+            self._halves[key] = next((_HALVES[found[1]] for found in targets if found and found[1] in _HALVES), None)
         return self._halves[key]
 
     def _runs(self, computation: Computation, at: int) -> Times:

@@ -240,8 +240,9 @@ class _Reader:
             return at
         here.texts, here.known_names = body, [name for name, _ in found]
         here.opcodes = [self.known.setdefault(opcode, opcode) for _, opcode in found]
-        roots = (place for place in range(len(body) - 1, -1, -1) if body[place].lstrip().startswith("ROOT "))
-        here.root = next(roots, -1)
+        here.root = len(body) - 1
+        while here.root >= 0 and not body[here.root].lstrip().startswith("ROOT "):
+            here.root -= 1
         self.wrapped = None
         if lines[end] == "}" and self._last_is_closed(here):
             here.closed, self.open = True, None
