@@ -100,8 +100,10 @@ class Computation:
 
     def index(self, name: str) -> int | None:
         """Return the position of the first instruction of this name, or None."""
+        names = self.names
+        if len(names) <= _FEW:
+            return names.index(name) if name in names else None
         if self._index is None:
-            names = self.names
             self._index = dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))  # the first one wins
         return self._index.get(name)
 
@@ -116,6 +118,7 @@ class Computation:
 
 
 _NAME = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?([^\s=(){},]+)")
+_FEW = 24  # names that are found sooner by looking through them than by making a dictionary first
 
 
 class Module:
@@ -197,6 +200,8 @@ class _Reader:
             number += 1
             here = self.open
             if here is None or self.pending:
+                if not line and not self.pending:
+                    continue
                 number = self._other(lines, number - 1)
                 if self.open is not None and self.open is not here:
                     number = self._plain_body(self.open, lines, number)
@@ -253,8 +258,6 @@ class _Reader:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
         line, here = lines[at], self.open
         if here is None and not self.pending:
-            if not line:
-                return at + 1
             if line[0] == "%" and line[-1] == "{" and ") -> " in line:  # `%body (p: f32[4]) -> f32[4] {`
                 name, blank, rest = line.partition(" ")
                 if blank and rest[0] == "(" and _NAME.fullmatch(name):
@@ -513,7 +516,10 @@ class Operands:
         return len(self.words)
 
     def __getitem__(self, place: int) -> Ref:
-        name, _, element = self.words[place].rpartition("*/")[2].strip().removeprefix("%").partition("#")
+        word = self.words[place]
+        if "/*" in word:
+            word = word.rpartition("*/")[2]
+        name, _, element = word.strip().removeprefix("%").partition("#")
         return Ref(name, number(element) if element else None)
 
 
