@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import hlo_text
-from hlo_program import COLLECTIVES, MAX_HOPS, TARGET, Program, Segment, collective_base
+from hlo_program import MAX_HOPS, Program, Segment, collective_base, user_half
 from hlo_text import Computation, Ref
 from hlo_trips import PASS_ON
 
@@ -145,13 +145,6 @@ def half_of(program: Program, computation: Computation, at: int) -> str | None:
         return program.async_half(bodies[0]) if bodies else None
     user = user_half(computation.texts[at]) if opcode == "custom-call" else None
     return user[1] if user else None
-
-
-def user_half(text: str) -> tuple[str, str] | None:
-    """Return (kind, "start" or "done") of a custom call whose target is half a collective."""
-    target = TARGET.search(text)
-    kind, _, half = target[1].rpartition("-") if target else ("", "", "")
-    return (kind, half) if half in ("start", "done") and kind in COLLECTIVES else None
 
 
 def window_of(found: Found, home: Computation, done: int) -> tuple[int, Window]:

@@ -427,7 +427,7 @@ class Program:
                 if SORT[computation.opcodes[at]] == "collective":
                     found.append((computation, at, ONCE))
                     continue
-                times = self._runs(computation, at)
+                times = self.runs(computation, at)
                 for body in self.bodies(computation, at):
                     inside = self.collectives_in(body)
                     found += [(where, place, times.times(inner)) for where, place, inner in inside]
@@ -444,7 +444,7 @@ class Program:
             self._halves[key] = next((_HALVES[found[1]] for found in targets if found and found[1] in _HALVES), None)
         return self._halves[key]
 
-    def _runs(self, computation: Computation, at: int) -> Times:
+    def runs(self, computation: Computation, at: int) -> Times:
         """Return how often instruction `at` runs each of its computations."""
         opcode = computation.opcodes[at]
         if opcode == "while":
@@ -529,11 +529,18 @@ def thread_of(computation: Computation, at: int) -> str:
     return found[1] if found else ""
 
 
+def user_half(text: str) -> tuple[str, str] | None:
+    """Return (kind, "start" or "done") of a custom call whose target is half a collective."""
+    target = TARGET.search(text)
+    kind, _, half = target[1].rpartition("-") if target else ("", "", "")
+    return (kind, half) if half in ("start", "done") and kind in COLLECTIVES else None
+
+
 def custom_call_cover(text: str) -> Cover:
     """Return the work of a custom call that names no computation, by its target."""
     found = TARGET.search(text)
     target = found[1] if found else ""
-    if target in EMPTY_TARGETS or collective_base(target.replace("-done", "-start")):
+    if target in EMPTY_TARGETS or user_half(text):
         return NOTHING
     if _MATMUL_TARGETS.search(target):
         return Cover(matmuls=1, no_flops=1)

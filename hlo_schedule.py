@@ -15,7 +15,7 @@ from typing import NamedTuple
 import hlo_shapes
 import hlo_text
 from bench_common import BenchError
-from hlo_pairs import Window, find_starts, half_of, trace_back, user_half, window_of
+from hlo_pairs import Window, find_starts, half_of, trace_back, window_of
 from hlo_program import (
     COLLECTIVES,
     EMPTY_TARGETS,
@@ -35,6 +35,7 @@ from hlo_program import (
     collective_base,
     thread_of,
     unescaped,
+    user_half,
 )
 from hlo_text import Computation, Module
 
@@ -244,7 +245,7 @@ def schedule_calls(program: Program, computation: Computation) -> Iterator[tuple
     for at in program.digest(computation).work:
         opcode = computation.opcodes[at]
         if opcode in ("while", "call", "conditional"):
-            times = program._runs(computation, at)
+            times = program.runs(computation, at)
             for body in program.bodies(computation, at):
                 yield body, times, at
             if opcode == "while":
@@ -514,7 +515,7 @@ def hidden_calls(program: Program) -> list[Hidden]:
             target = match[1] if match else "?"
             if target in EMPTY_TARGETS or LOCAL_TARGETS.match(target):
                 continue
-            if collective_base(target.replace("-done", "-start")) or program.bodies(computation, at):
+            if user_half(text) or program.bodies(computation, at):
                 continue
             reason = _may_talk(target, text)
             if reason:

@@ -1018,6 +1018,7 @@ TALKING = {
     "a kernel without": ('custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":""}}', False),
     "a kernel whose configuration was cut": ('custom_call_target="tpu_custom_call"', True),
     "an unknown target": ('custom_call_target="my_ring_allreduce"', True),
+    "a target named like a collective": ('custom_call_target="all-reduce"', True),
     "cublas": ('custom_call_target="__cublas$gemm"', False),
     "nothing at run time": ('custom_call_target="AllocateBuffer"', False),
 }  # fmt: skip
