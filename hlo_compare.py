@@ -22,14 +22,15 @@ _IDS = re.compile(  # numbers that a compiler hands out: they differ between two
     r'(?:"[^"]*"|\d+)'
 )
 _NAME = re.compile(r"%?([A-Za-z_][\w.\-]*)")
-_HEADER_DROP = re.compile(r"^HloModule\s+[^\s,]+,?|frontend_attributes=\{[^{}]*\},?|origin_recovery_table=\{.*?\},?")
+_HEADER_DROP = ("frontend_attributes", "origin_recovery_table")  # fingerprints and source places
 
 
 def program_hash(module: hlo_text.Module) -> str:
     """Return a hash of what a module computes in which order: names, ids, channels and source lines removed."""
     import hashlib  # slow to load, and only a comparison needs it
 
-    digest = hashlib.sha256(_HEADER_DROP.sub("", module.header).strip().encode())
+    header = [piece for piece in hlo_text.header_pieces(module) if piece.partition("=")[0] not in _HEADER_DROP]
+    digest = hashlib.sha256(", ".join(header).encode())
     numbers = {computation.name: place for place, computation in enumerate(module.computations)}
     for computation in module.computations:
         digest.update(f"\n{'ENTRY' if computation.entry else 'comp'} {computation.thread}\n".encode())
@@ -48,13 +49,13 @@ def _plain(computation: hlo_text.Computation, at: int, local: dict[str, int], nu
             return f"#{local[word]}"
         return f"@{numbers[word]}" if word in numbers else match[0]
 
-    piece = hlo_text.parts(computation, at)
-    if piece.opcode in ("parameter", "constant"):
+    opcode = computation.opcodes[at]
+    if opcode in ("parameter", "constant"):
         inner = hlo_text.literal(computation, at)
     else:
         refs = hlo_text.operands(computation, at)
         inner = ",".join(f"{local.get(ref.name, ref.name)}.{ref.element}" for ref in refs)
-    words = [f"{at == computation.root_index} {piece.shape} {piece.opcode} {inner}"]
+    words = [f"{at == computation.root_index} {hlo_text.shape_text(computation, at)} {opcode} {inner}"]
     for key, value in sorted(hlo_text.attributes(computation, at).items()):
         if key in _DROP:
             continue

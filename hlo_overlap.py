@@ -28,7 +28,7 @@ Examples:
   # did the flag change the program, and what did it buy
   hlo_overlap.py before.txt --diff after.txt
   # the schedule as a picture for a trace viewer
-  zcat step.txt.gz | hlo_overlap.py - --trace step.trace.json
+  hlo_overlap.py step.txt.gz --trace step.trace.json
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from bench_common import (
     EXIT_OK,
     BenchError,
     complain,
+    decode,
     dump_json,
     emit,
-    read_text,
+    read_bytes,
     run_tool,
     shown_name,
     write_whole,
@@ -74,14 +75,16 @@ _GATE = re.compile(r"(exposed-bytes|share|sync)=(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(%
 
 
 def gate(text: str) -> Gate:
-    """Read `exposed-bytes=2GB`, `share=0.1`, `share=10%` or `sync=3`."""
+    """Read `exposed-bytes=2GB`, `share=0.1`, `share=10%`, `share=10` or `sync=3`; a share above 1 is in percent."""
     match = _GATE.match(text)
     key, number, unit = match.groups() if match else ("", "0", "")
     unit = unit or ""
     fits = {"exposed-bytes": unit in _UNITS, "share": unit in ("", "%"), "sync": unit == ""}
     if not fits.get(key):
         raise argparse.ArgumentTypeError(f"{text!r} is not exposed-bytes=N[GB], share=P[%] or sync=N")
-    limit = float(number) * (0.01 if unit == "%" else _UNITS.get(unit, 1))
+    limit = float(number) * _UNITS.get(unit, 1)
+    if unit == "%" or (key == "share" and limit > 1):
+        limit /= 100
     if key == "share" and limit > 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a share is at most 1, or 100%")
     return Gate(key, limit, text)
@@ -119,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=TOOL, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="HLO text, or - for stdin")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="HLO text, also gzipped, or - for stdin")
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
     parser.add_argument("--top", type=_count, default=5, metavar="N", help="list the N worst exposed (default: 5)")
@@ -152,6 +155,24 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def read_hlo(file: str) -> str:
+    """Return the text of a file or of stdin, which may be compressed with gzip.
+
+    Raises:
+      BenchError: unreadable, not text, or a damaged gzip file.
+    """
+    data, source = read_bytes(file), shown_name(file)
+    if data.startswith(b"\x1f\x8b"):
+        import gzip  # most dumps are plain text
+        import zlib
+
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error) as error:
+            raise BenchError(f"cannot decompress: {error}", where=source, todo="copy the file again") from error
+    return decode(data, source)
+
+
 def read_answers(file: str, args: argparse.Namespace) -> list[Answer]:
     """Return the answers about every module of a file.
 
@@ -159,7 +180,7 @@ def read_answers(file: str, args: argparse.Namespace) -> list[Answer]:
       BenchError: unreadable, not HLO, or not scheduled without --unscheduled.
     """
     source = shown_name(file)
-    modules = hlo_text.read_modules(read_text(file), source)
+    modules = hlo_text.read_modules(read_hlo(file), source)
     for module in modules:
         if not module.scheduled and not args.unscheduled:
             what = (
@@ -235,6 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--diff compares two files: give one FILE and --diff OTHER")
     if args.unscheduled and (args.gate or args.trace):
         parser.error("--unscheduled gives no overlap: it cannot be combined with --gate or --trace")
+    if args.trace == "-":
+        parser.error("--trace needs the name of a file: stdout has the report")
     if [*args.files, args.diff].count("-") > 1:
         parser.error("- (stdin) can be read once")
     collecting = gc.isenabled()

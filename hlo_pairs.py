@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import hlo_text
-from hlo_program import MAX_HOPS, TARGET, Program, Segment, collective_base
+from hlo_program import MAX_HOPS, Program, Segment, collective_base, user_half
 from hlo_text import Computation, Ref
 from hlo_trips import PASS_ON
 
@@ -64,7 +64,7 @@ def trace_back(program: Program, computation: Computation, ref: Ref) -> list[Fou
             continue
         path = path if ref.element is None else (ref.element, *path)
         opcode = where.opcodes[at]
-        if opcode.endswith("-start") or opcode in ("send", "recv") or is_fused_start(program, where, at):
+        if opcode.endswith("-start") or opcode in ("send", "recv") or half_of(program, where, at) == "start":
             found.append(Found(where, at, update, crossed))
             continue
         for nxt, step_path, loop in _steps_back(program, where, at, path):
@@ -111,7 +111,7 @@ def _through_fusion(
     """Return the operand of a carrying fusion from which element `path` of its result came."""
     bodies = program.bodies(where, at)
     refs = hlo_text.operands(where, at)
-    if not bodies or not program.collectives_in(bodies[0]):
+    if not bodies:
         return None
     body, position = bodies[0], bodies[0].root_index
     for _ in range(MAX_HOPS):
@@ -133,28 +133,18 @@ def _through_fusion(
     return None
 
 
-_FUSED_TARGETS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
+def half_of(program: Program, computation: Computation, at: int) -> str | None:
+    """Return "start" or "done" for a fusion or custom call that begins or ends a transfer, else None.
 
-
-def fused_role(program: Program, computation: Computation, at: int) -> str | None:
-    """Return "start", "carry" or "done" for a fusion of a TPU async collective, else None."""
-    if computation.opcodes[at] != "fusion":
-        return None
-    bodies = program.bodies(computation, at)
-    if not bodies or not len(bodies[0]) or not program.collectives_in(bodies[0]):
-        return None
-    for place, opcode in enumerate(bodies[0].opcodes):
-        if opcode == "custom-call":
-            target = TARGET.search(bodies[0].texts[place])
-            role = _FUSED_TARGETS.get(target[1]) if target else None
-            if role:
-                return role
-    return None
-
-
-def is_fused_start(program: Program, computation: Computation, at: int) -> bool:
-    """Whether instruction `at` is the fusion that starts a TPU async collective."""
-    return fused_role(program, computation, at) == "start"
+    A fusion does so by a custom call inside (TPU async collective fusions), a custom call by its own target
+    (`"all-gather-start"`, as users write it).
+    """
+    opcode = computation.opcodes[at]
+    if opcode == "fusion":
+        bodies = program.bodies(computation, at)
+        return program.async_half(bodies[0]) if bodies else None
+    user = user_half(computation.texts[at]) if opcode == "custom-call" else None
+    return user[1] if user else None
 
 
 def window_of(found: Found, home: Computation, done: int) -> tuple[int, Window]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 import hlo_shapes
@@ -25,6 +26,7 @@ COLLECTIVES = (
     "all-to-all",
     "collective-broadcast",
     "collective-permute",
+    "collective-reduce",
     "ragged-all-to-all",
     "recv",
     "reduce-scatter",
@@ -37,16 +39,29 @@ NO_WORK = frozenset(
     "optimization-barrier add-dependency domain".split()
 )
 MOVES = frozenset("copy slice dynamic-slice dynamic-update-slice concatenate pad reshape transpose".split())
-_KERNELS = frozenset("fft cholesky triangular-solve".split())  # library calls of unknown length, not elementwise
+_MATMULS = frozenset("convolution dot ragged-dot scaled-dot".split())
+# Data movement and elementwise (XLA, hlo_opcode.h). What is in no list, such as fft, cholesky, triangular-solve or an
+# opcode newer than this one, is a kernel of unknown length.
+_LIGHT = MOVES | frozenset(
+    "abs acos acosh add and asin asinh atan2 atanh batch-norm-grad batch-norm-inference batch-norm-training "
+    "bitcast-convert broadcast cbrt ceil clamp compare complex convert cosh cosine count-leading-zeros divide "
+    "dynamic-reshape erf exp2 exponential exponential-minus-one floor gather get-dimension-size imag infeed iota "
+    "is-finite log log-plus-one log2 logistic map maximum minimum mulhi multiply negate not or outfeed popcnt power "
+    "real reduce reduce-precision reduce-window remainder reverse rng rng-bit-generator rng-get-and-update-state "
+    "round-nearest-afz round-nearest-even rsqrt scatter select select-and-scatter set-dimension-size shift-left "
+    "shift-right-arithmetic shift-right-logical shuffle sign sine sinh sort sqrt stochastic-convert subtract tan tanh "
+    "topk xor".split()
+)
 # Custom calls that do nothing at run time (seen in TPU modules), and matrix products by library.
 EMPTY_TARGETS = frozenset(
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
     "LayoutConstraint SPMDFullToShardShape "
     "SPMDShardToFullShape Sharding annotate_device_placement".split()
 )
+_HALVES = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 _MATMUL_TARGETS = re.compile(r"__cublas\$|__cudnn\$conv|__onednn\$matmul|__triton_gemm")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"?(\d{1,18})\b')
 _THREAD = re.compile(r'async_execution_thread="([^"]*)"')
 _CALLEE = re.compile(r", (calls|to_apply|body|condition|called_computations)=\{?%?([^\s,{}]+)(?=[,}\s]|$)")
 _CUSTOM_CALL_KEYS = ("called_computations=", "calls=", "to_apply=")
@@ -78,6 +93,17 @@ class Cover(NamedTuple):
 NOTHING = Cover()
 
 
+@cache
+def _light(count: int) -> Cover:
+    """Return the cover of so many light instructions: most fusions hold nothing else, and the same few numbers."""
+    return Cover(light=count)
+
+
+def _rank(cover: Cover) -> tuple[int, int, int]:
+    """Order covers by what they hide: products and kernels before light work, FLOPs last."""
+    return cover.matmuls + cover.kernels, cover.light, cover.flops
+
+
 class Times(NamedTuple):
     """How often, or how much, per step: at least `low`, at most `high`; high None is unknown."""
 
@@ -85,18 +111,24 @@ class Times(NamedTuple):
     high: int | None
 
     def times(self, other: Times) -> Times:
+        if other is ONCE:
+            return self
         if 0 in (self.high, other.high):
-            return Times(0, 0)
+            return NEVER
         high = None if self.high is None or other.high is None else self.high * other.high
         return _sane(self.low * other.low, high)
 
     def plus(self, other: Times) -> Times:
+        if self is NEVER:
+            return other
         high = None if self.high is None or other.high is None else self.high + other.high
         return _sane(self.low + other.low, high)
 
 
 def _sane(low: int, high: int | None) -> Times:
     """Numbers no machine reaches come from broken text: they are unknown."""
+    if high is not None and low <= high <= MAX_COUNT:
+        return Times(low, high)
     return Times(min(low, MAX_COUNT), None if high is None or high > MAX_COUNT else high)
 
 
@@ -126,12 +158,12 @@ class _Sorts(dict):
             sort = "none"
         elif collective_base(opcode):
             sort = "collective"
-        elif base in ("dot", "convolution"):
+        elif base in _MATMULS:
             sort = "matmul"
         elif base in _CALLERS:
             sort = "caller"
         else:
-            sort = "kernel" if base in _KERNELS else "light"
+            sort = "light" if base in _LIGHT else "kernel"
         self[opcode] = sort
         return sort
 
@@ -244,14 +276,13 @@ class Program:
         self.assume_trips = assume_trips
         self.callers: dict[int, tuple[Computation, int]] = {}  # id of a computation -> who calls it (one of them)
         self._called: dict[tuple[int, int], dict[str, list[Computation]]] = {}
-        self._bodies: dict[tuple[int, int], list[Computation]] = {}
         self._digests: dict[int, Digest] = {}
         self._inside: dict[int, Cover] = {}
         self._collectives: dict[int, list[tuple[Computation, int, Times]]] = {}
         self._trips: dict[tuple[int, int], int | None] = {}
         self._tracks: dict[int, Track] = {}
         self._dones: dict[int, dict[int, int]] = {}
-        self.fused: set[tuple[int, int]] = set()  # (id of computation, position) of fusions with collectives inside
+        self._halves: dict[int, str | None] = {}
         self._depth = 0
 
     # --- what an instruction calls and contains ---
@@ -286,20 +317,20 @@ class Program:
 
     def bodies(self, computation: Computation, at: int) -> list[Computation]:
         """Return the computations that instruction `at` runs: what it calls, but no loop condition or reducer."""
-        key = (id(computation), at)
-        found = self._bodies.get(key)
+        found = computation.known_bodies.get(at)
         if found is None:
-            found = self._bodies[key] = self._read_bodies(computation, at)
+            found = computation.known_bodies[at] = self._read_bodies(computation, at)
         return found
 
     def _read_bodies(self, computation: Computation, at: int) -> list[Computation]:
         opcode = computation.opcodes[at]
         if opcode == "fusion":  # most of all: XLA prints its callee before anything quoted
             text = computation.texts[at]
-            place = text.find(", calls=")
-            match = _CALLEE.match(text, place) if place >= 0 and text.find('"', 0, place) < 0 else None
-            if match is not None and match[2] in self.module.by_name:
-                return [self.module.by_name[match[2]]]
+            place = text.find(", calls=%")
+            if place >= 0 and text.find('"', 0, place) < 0:
+                callee = self.module.by_name.get(text[place + len(", calls=%") :].partition(",")[0])
+                if callee is not None:
+                    return [callee]
         found = self.called(computation, at)
         if opcode == "while":
             return found.get("body", [])
@@ -321,22 +352,17 @@ class Program:
 
     def digest(self, computation: Computation) -> Digest:
         """Return which instructions of a computation deserve a closer look."""
-        key = id(computation)
-        if key not in self._digests:
-            light = 0
+        found = self._digests.get(id(computation))
+        if found is None:
+            sorts = [SORT[opcode] for opcode in computation.opcodes]
+            light = sorts.count("light")
             work: list[int] = []
             moves: list[int] = []
-            for at, opcode in enumerate(computation.opcodes):
-                sort = SORT[opcode]
-                if sort == "light":
-                    light += 1
-                elif sort != "none":
-                    if sort != "collective":
-                        work.append(at)
-                    if sort == "collective" or sort == "caller":
-                        moves.append(at)
-            self._digests[key] = Digest(light, work, moves)
-        return self._digests[key]
+            if light + sorts.count("none") < len(sorts):
+                work = [at for at, sort in enumerate(sorts) if sort in ("matmul", "kernel", "caller")]
+                moves = [at for at, sort in enumerate(sorts) if sort in ("collective", "caller")]
+            found = self._digests[id(computation)] = Digest(light, work, moves)
+        return found
 
     def inside(self, computation: Computation) -> Cover:
         """Return the work of one run of a computation."""
@@ -344,7 +370,7 @@ class Program:
         if key not in self._inside:
             self._descend()
             digest = self.digest(computation)
-            total = Cover(light=digest.light)
+            total = _light(digest.light)
             for at in digest.work:
                 total = total.plus(self.cover(computation, at))
             self._inside[key] = total
@@ -372,7 +398,7 @@ class Program:
             trips = self.trips(computation, at)
             return covers[0].times(1 if trips is None else trips) if covers else Cover(light=1)
         if base == "conditional":  # what is sure to run
-            return Cover(*(min(values) for values in zip(*covers, strict=True))) if covers else Cover(light=1)
+            return min(covers, key=_rank) if covers else Cover(light=1)
         total = covers[0] if covers else Cover(light=1)
         for cover in covers[1:]:
             total = total.plus(cover)
@@ -401,7 +427,7 @@ class Program:
                 if SORT[computation.opcodes[at]] == "collective":
                     found.append((computation, at, ONCE))
                     continue
-                times = self._runs(computation, at)
+                times = self.runs(computation, at)
                 for body in self.bodies(computation, at):
                     inside = self.collectives_in(body)
                     found += [(where, place, times.times(inner)) for where, place, inner in inside]
@@ -409,7 +435,16 @@ class Program:
             self._depth -= 1
         return self._collectives[key]
 
-    def _runs(self, computation: Computation, at: int) -> Times:
+    def async_half(self, computation: Computation) -> str | None:
+        """Return "start" or "done" for the inside of a fusion that begins or ends a TPU async collective, else None."""
+        key = id(computation)
+        if key not in self._halves:
+            calls = [at for at in self.digest(computation).work if computation.opcodes[at] == "custom-call"]
+            targets = [TARGET.search(computation.texts[at]) for at in calls]
+            self._halves[key] = next((_HALVES[found[1]] for found in targets if found and found[1] in _HALVES), None)
+        return self._halves[key]
+
+    def runs(self, computation: Computation, at: int) -> Times:
         """Return how often instruction `at` runs each of its computations."""
         opcode = computation.opcodes[at]
         if opcode == "while":
@@ -424,8 +459,7 @@ class Program:
         key = (id(computation), at)
         if key not in self._trips:
             self._trips[key] = None  # a loop that depends on itself stays unknown
-            place = computation.texts[at].find('"known_trip_count"')
-            known = _KNOWN_TRIPS.match(computation.texts[at], place) if place >= 0 else None
+            known = _KNOWN_TRIPS.search(unescaped(computation.texts[at]))
             self._trips[key] = int(known[1]) if known else TripReader(self).read(computation, at)
         trips = self._trips[key]
         return self.assume_trips if trips is None else trips
@@ -446,23 +480,25 @@ class Program:
             track.opcodes.setdefault(opcode, []).append(at)
             sort = SORT[opcode]
             if sort == "light":
-                track.light.append(at)  # an asynchronous copy covers where it is issued, not while it flies
+                track.light.append(at)
                 continue
             work = self.cover(computation, at) if sort != "none" else NOTHING
             if work is NOTHING or work == NOTHING:
                 continue
-            if END[opcode] != "start" or work.light == 1 == sum(work):
+            if END[opcode] != "start":
                 track.main.add(at, work)
                 continue
             thread = thread_of(computation, at)
             track.started.setdefault(thread, Prefix()).add(at, work)
+            if work.light == 1 == sum(work):
+                continue  # one copy covers where it is issued, not while it flies
             done = self._done_of(computation, at)
             events.setdefault(thread, []).append((at, work))
             if done is not None:
                 events[thread].append((done, work.times(-1)))
         for thread in track.started:
             running = track.running[thread] = Prefix()
-            for position, change in sorted(events[thread], key=lambda event: event[0]):
+            for position, change in sorted(events.get(thread, []), key=lambda event: event[0]):
                 running.add(position, change)
         return track
 
@@ -480,6 +516,11 @@ class Program:
         return self._dones[key].get(at)
 
 
+def unescaped(text: str) -> str:
+    """Return an instruction with the JSON of its backend_config bare: XLA once printed it as a quoted string."""
+    return text.replace('\\"', '"') if '\\"' in text else text
+
+
 def thread_of(computation: Computation, at: int) -> str:
     """Return the thread an async start runs on; empty when the text names none."""
     text = computation.texts[at]
@@ -488,11 +529,18 @@ def thread_of(computation: Computation, at: int) -> str:
     return found[1] if found else ""
 
 
+def user_half(text: str) -> tuple[str, str] | None:
+    """Return (kind, "start" or "done") of a custom call whose target is half a collective."""
+    target = TARGET.search(text)
+    kind, _, half = target[1].rpartition("-") if target else ("", "", "")
+    return (kind, half) if half in ("start", "done") and kind in COLLECTIVES else None
+
+
 def custom_call_cover(text: str) -> Cover:
     """Return the work of a custom call that names no computation, by its target."""
     found = TARGET.search(text)
     target = found[1] if found else ""
-    if target in EMPTY_TARGETS or collective_base(target.replace("-done", "-start")):
+    if target in EMPTY_TARGETS or user_half(text):
         return NOTHING
     if _MATMUL_TARGETS.search(target):
         return Cover(matmuls=1, no_flops=1)
@@ -534,7 +582,10 @@ def matmul_flops(computation: Computation, at: int) -> int | None:
     output = hlo_shapes.elements(hlo_text.shape_of(computation, at))
     if len(refs) < 2:
         return None
-    if computation.opcodes[at].startswith("dot"):
+    opcode = computation.opcodes[at]
+    if opcode == "ragged-dot":
+        return None  # whether the ragged dimension is contracted changes the count
+    if opcode in ("dot", "scaled-dot"):
         left = hlo_text.shape_of_ref(computation, refs[0])
         dims = _CONTRACTING.match(hlo_text.attribute(computation, at, "lhs_contracting_dims"))
         if not isinstance(left, hlo_shapes.Array) or dims is None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import hlo_text
 import hlo_totals
 from hlo_program import NO_WORK, SORT, Segment, Times, collective_base, start_in_place
-from hlo_schedule import CLASSES, EXPOSED, Collective, Report
+from hlo_schedule import CLASSES, EXPOSED, NOTHING_BETWEEN, Collective, Report
 
 WIDTH = 80
 CLASS_NAMES = {
@@ -447,7 +447,6 @@ def module_json(found: Answer) -> dict[str, Any]:
 
 def collective_json(found: Answer, one: Collective) -> dict[str, Any]:
     """Return one collective of the JSON document."""
-    between = one.between
     return {
         "computation": one.computation.name,
         "name": one.name,
@@ -462,19 +461,25 @@ def collective_json(found: Answer, one: Collective) -> dict[str, Any]:
         "executions_per_step_min": one.executions.low,
         "op_name": one.op_name or None,
         "thread": one.thread or None,
-        "between": None
-        if between is None
-        else {
-            "instructions": between.instructions,
-            "matmuls": between.cover.matmuls,
-            "unknown_kernels": between.cover.kernels,
-            "light": between.cover.light,
-            "loops": between.loops,
-            "matmul_flops": None if between.cover.no_flops else between.cover.flops,
-            "flops_unknown": between.cover.no_flops,
-            "opcodes": between.opcodes,
-            "line": between_line(found.report, one, 400),
-        },
+        "between": between_json(found, one),
+    }
+
+
+def between_json(found: Answer, one: Collective) -> dict[str, Any] | None:
+    """Return what can run meanwhile: nothing for a synchronous collective, null where it is unknown."""
+    between = NOTHING_BETWEEN if one.category == "sync" else one.between
+    if between is None:
+        return None
+    return {
+        "instructions": between.instructions,
+        "matmuls": between.cover.matmuls,
+        "unknown_kernels": between.cover.kernels,
+        "light": between.cover.light,
+        "loops": between.loops,
+        "matmul_flops": None if between.cover.no_flops else between.cover.flops,
+        "flops_unknown": between.cover.no_flops,
+        "opcodes": between.opcodes,
+        "line": between_line(found.report, one, 400) if one.between else None,
     }
 
 

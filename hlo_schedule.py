@@ -15,7 +15,7 @@ from typing import NamedTuple
 import hlo_shapes
 import hlo_text
 from bench_common import BenchError
-from hlo_pairs import Window, find_starts, fused_role, is_fused_start, trace_back, window_of
+from hlo_pairs import Window, find_starts, half_of, trace_back, window_of
 from hlo_program import (
     COLLECTIVES,
     EMPTY_TARGETS,
@@ -34,6 +34,8 @@ from hlo_program import (
     Times,
     collective_base,
     thread_of,
+    unescaped,
+    user_half,
 )
 from hlo_text import Computation, Module
 
@@ -61,13 +63,16 @@ class Between(NamedTuple):
     loops: int  # whole `while` loops among the instructions
 
 
+NOTHING_BETWEEN = Between(0, NOTHING, {}, 0)
+
+
 class Collective(NamedTuple):
     """One collective of the text and the answer about it."""
 
     computation: Computation
     at: int  # position of the operation, or of its start
     kind: str
-    form: str  # "plain", "pair", "wrapped", "fusion", "reduce-scatter fusion"
+    is_async: bool  # begun by a start, whether or not its done is in the text
     group_size: int | None
     axes: tuple[str, ...]
     output_bytes: int | None
@@ -165,7 +170,7 @@ def wire_bytes(kind: str, output: int | None, group: int | None) -> int | None:
         return 0
     if output is None or group == 0:  # a group of nobody is broken text
         return None
-    if kind in ("collective-permute", "collective-broadcast", "recv"):
+    if kind in ("collective-permute", "collective-broadcast", "collective-reduce", "recv"):
         return output
     if group is None:
         return None
@@ -240,7 +245,7 @@ def schedule_calls(program: Program, computation: Computation) -> Iterator[tuple
     for at in program.digest(computation).work:
         opcode = computation.opcodes[at]
         if opcode in ("while", "call", "conditional"):
-            times = program._runs(computation, at)
+            times = program.runs(computation, at)
             for body in program.bodies(computation, at):
                 yield body, times, at
             if opcode == "while":
@@ -296,28 +301,25 @@ def collectives_at(program: Program, computation: Computation, at: int) -> list[
     if base in ("send", "recv") and "is_host_transfer=true" in computation.texts[at]:
         return []
     if base:
-        form = "pair" if opcode.endswith("-start") or base in ("send", "recv") else "plain"
-        return [_collective(program, computation, at, computation, at, form, ONCE)]
+        return [_collective(program, computation, at, computation, at, ONCE)]
     if opcode == "custom-call":
-        user = _user_collective(computation, at)
+        user = user_half(computation.texts[at])
         if user:
-            return [user]
+            return [_user_collective(computation, at, user[0])] if user[1] == "start" else []
     if opcode in ("while", "call", "conditional") or SORT[opcode] != "caller":
         return []
     bodies = program.bodies(computation, at)
     if not program.communicates(bodies):
         return []
     if opcode == "fusion":
-        program.fused.add((id(computation), at))
-        role = fused_role(program, computation, at)
-        if role == "done" or (role is None and _carried_only(program, computation, at)):
+        half = half_of(program, computation, at)
+        if half == "done" or (half is None and _carried_only(program, computation, at)):
             return []
-    found = []
-    for body in bodies:
-        for where, place, times in program.collectives_in(body):
-            form = "fusion" if opcode == "fusion" else "wrapped"
-            found.append(_collective(program, computation, at, where, place, form, times))
-    return found
+    return [
+        _collective(program, computation, at, where, place, times)
+        for body in bodies
+        for where, place, times in program.collectives_in(body)
+    ]
 
 
 def _carried_only(program: Program, computation: Computation, at: int) -> bool:
@@ -332,38 +334,39 @@ def _carried_only(program: Program, computation: Computation, at: int) -> bool:
             position = hlo_text.number(hlo_text.literal(where, parameter))
             if position is not None and position < len(refs):
                 starts = trace_back(program, computation, refs[position])
-                if any(is_fused_start(program, start.computation, start.at) for start in starts):
+                if any(half_of(program, start.computation, start.at) == "start" for start in starts):
                     return True
     return False
 
 
-def _user_collective(computation: Computation, at: int) -> Collective | None:
-    """Return the collective of a user-level `custom_call_target="all-gather-start"`, before it is rewritten."""
-    target = TARGET.search(computation.texts[at])
-    kind = collective_base(target[1]) if target and target[1].endswith("-start") else None
-    if not kind:
-        return None
+def _user_collective(computation: Computation, at: int, kind: str) -> Collective:
+    """Return the collective of a user-level `custom_call_target="all-gather-start"`, before it is rewritten.
+
+    Its groups are in no attribute of its own; its result is the done's.
+    """
     name = _OP_NAME.search(computation.texts[at])
-    return Collective(computation, at, kind, "pair", None, (), None, None, name[1] if name else "", "")
+    return Collective(computation, at, kind, True, None, (), None, None, name[1] if name else "", "")
 
 
 def _collective(
-    program: Program, home: Computation, at: int, where: Computation, place: int, form: str, times: Times
+    program: Program, home: Computation, at: int, where: Computation, place: int, times: Times
 ) -> Collective:
     """Return the record of the collective at (where, place), which instruction `at` of `home` runs."""
     opcode = where.opcodes[place]
     kind = collective_base(opcode) or opcode
     shape = _output_shape(where, place)
-    if kind == "all-reduce" and (form == "fusion" or _looks_fused(program, where)):
+    begun = home.opcodes[at]
+    if kind == "all-reduce" and (begun == "fusion" or _looks_fused(program, where)):
         part = _scattered(where, place)
         if part is not None:
-            kind, shape, form = "reduce-scatter", part, "reduce-scatter fusion"
+            kind, shape = "reduce-scatter", part
     size, axes, groups = group_of(program.module, where, place, kind)
     output = hlo_shapes.bytes_of(shape)
     found = _OP_NAME.search(home.texts[at]) or _OP_NAME.search(where.texts[place])
     thread, op_name = thread_of(home, at) or where.thread, found[1] if found else ""
     wire = wire_bytes(kind, output, size)
-    return Collective(home, at, kind, form, size, axes, output, wire, op_name, thread, times, groups)
+    is_async = END[begun] == "start" or begun in ("send", "recv") or half_of(program, home, at) == "start"
+    return Collective(home, at, kind, is_async, size, axes, output, wire, op_name, thread, times, groups)
 
 
 def _output_shape(where: Computation, place: int) -> hlo_shapes.Shape:
@@ -410,20 +413,33 @@ def group_of(
     if kind == "collective-permute":
         return hlo_shapes.permute_ring(hlo_text.attribute(where, place, "source_target_pairs")), (), None
     value = hlo_text.attribute(where, place, "replica_groups")
-    if not value:
-        return None, (), None
+    if not value:  # as people write tests: everybody; or else the end of a text that was cut off
+        if not where.closed and place == len(where) - 1:
+            return None, (), None
+        value = "{}"
     groups = hlo_shapes.read_groups(value)
-    replicas, partitions = module.count("replica_count"), module.count("num_partitions")
-    size = groups.size
-    channel = bool(hlo_text.attribute(where, place, "channel_id"))
-    flat = bool(hlo_text.attribute(where, place, "use_global_device_ids"))
-    if size is None and not groups.mesh:  # `{}`: everybody
-        size = partitions if channel and replicas == 1 else replicas
-    elif channel and not flat and kind in ("all-gather", "all-reduce", "reduce-scatter"):
-        # XLA's cross-replica-and-partition mode: the ids are replicas, and all partitions take part.
-        if not groups.mesh and replicas is not None and partitions is not None and replicas > 1:
-            size = size * partitions if size is not None else None
+    size = groups.size if groups.mesh else _group_size(module, where, place, kind, groups.size)
     return size, groups.axes, groups
+
+
+def _group_size(module: Module, where: Computation, place: int, kind: str, written: int | None) -> int | None:
+    """Return the devices per group from the ids per group; None is `{}`, everybody.
+
+    Ids are devices, replicas or partitions by the modes of XLA (collective_ops_utils.h, CollectiveOpGroupMode). With
+    one replica they are taken for devices, as no compiler leaves a collective of one replica in a schedule.
+    """
+    replicas, partitions = module.count("replica_count"), module.count("num_partitions")
+    if replicas is None or partitions is None:
+        return written
+    if replicas == 1:
+        return partitions if written is None else written
+    if not hlo_text.attribute(where, place, "channel_id"):
+        return replicas if written is None else written
+    if hlo_text.attribute(where, place, "use_global_device_ids"):
+        return replicas * partitions if written is None else written
+    if kind in ("all-gather", "all-reduce", "reduce-scatter"):  # cross-replica-and-partition: all partitions take part
+        return (replicas if written is None else written) * partitions
+    return partitions if written is None else written
 
 
 def name_axes(collectives: list[Collective]) -> list[tuple[str, ...]]:
@@ -499,7 +515,7 @@ def hidden_calls(program: Program) -> list[Hidden]:
             target = match[1] if match else "?"
             if target in EMPTY_TARGETS or LOCAL_TARGETS.match(target):
                 continue
-            if collective_base(target.replace("-done", "-start")) or program.bodies(computation, at):
+            if user_half(text) or program.bodies(computation, at):
                 continue
             reason = _may_talk(target, text)
             if reason:
@@ -510,9 +526,10 @@ def hidden_calls(program: Program) -> list[Hidden]:
 def _may_talk(target: str, text: str) -> str | None:
     if target != "tpu_custom_call":
         return "unknown target"
-    if _TALKS.search(text):
+    bare = unescaped(text)
+    if _TALKS.search(bare):
         return "kernel with communication"
-    return None if '"custom_call_config"' in text else "kernel without its configuration"
+    return None if '"custom_call_config"' in bare else "kernel without its configuration"
 
 
 def pair_windows(
@@ -522,14 +539,11 @@ def pair_windows(
     best: dict[tuple[int, int], tuple[int, Window]] = {}
     for computation in order:
         for at, opcode in enumerate(computation.opcodes):
-            fused = opcode == "fusion"
-            if fused:
-                if (id(computation), at) not in program.fused or fused_role(program, computation, at) != "done":
-                    continue
-            elif END[opcode] != "done":
+            plain = END[opcode] == "done"
+            if not plain and (opcode not in ("fusion", "custom-call") or half_of(program, computation, at) != "done"):
                 continue
             found = find_starts(program, computation, at)
-            if not found and (fused or opcode[:-5] in COLLECTIVES):
+            if not found and (not plain or opcode[:-5] in COLLECTIVES):
                 report.orphans += 1
             for start in found:
                 key = (id(start.computation), start.at)
@@ -542,15 +556,17 @@ def pair_windows(
 
 def _classified(program: Program, collective: Collective, window: Window | None) -> Collective:
     """Return a collective with its class and what lies between."""
-    opcode = collective.computation.opcodes[collective.at]
-    text = collective.computation.texts[collective.at]
-    is_async = END[opcode] == "start" or opcode in ("send", "recv")
-    if not is_async and not is_fused_start(program, collective.computation, collective.at):
+    if not collective.is_async:
         return collective._replace(category="sync")
-    if '"is_sync"' in text and _IS_SYNC.search(text):
+    text = collective.computation.texts[collective.at]
+    if "is_sync" in text and _IS_SYNC.search(unescaped(text)):
         return collective._replace(category="sync", window=window)
     if window is None:
         return collective._replace(category="unmatched")
+    if collective.computation.opcodes[collective.at] == "custom-call":
+        output = hlo_shapes.bytes_of(hlo_text.shape_of(*window.done))
+        wire = wire_bytes(collective.kind, output, collective.group_size)
+        collective = collective._replace(output_bytes=output, wire_bytes=wire)
     cover, count = NOTHING, 0
     opcodes: dict[str, int] = {}
     for segment in window.segments:

@@ -24,10 +24,15 @@ from hlo_shapes import Array, Shape, read_shape
 
 # `  ROOT %fusion.3 = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, u32[]) fusion(%p.1), kind=kLoop, calls=%c` : the shape is
 # one word, or a tuple in brackets; inside a tuple no blank is followed by a lower-case word and a bracket.
-_PLAIN = re.compile(r"[ \t]*(ROOT[ ]+)?%?[^\s=(){},]+[ ]*=[ ]*([^\s(]\S*)[ ]+([a-z][a-z0-9\-]*)\(")
-# The same when the shape is a tuple: find ` opcode(` behind it.
-_TUPLE_HEAD = re.compile(r"[ \t]*(ROOT[ ]+)?%?[^\s=(){},]+[ ]*=[ ]*(?=\()")
-_OPCODE = re.compile(r"[)}][ ]+([a-z][a-z0-9\-]*)\(")
+_INSTRUCTION = re.compile(
+    r"[ \t]*(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]*(?:[^\s(]\S*+|\((?:[^)]*+\))+?)[ ]+([a-z][a-z0-9\-]*)\("
+)
+# A whole line of it as XLA prints it, which no other line continues: those end in an open bracket or a blank. It is
+# tried on every line of a file, so it asks for no more than it takes to tell such a line from any other.
+_PRINTED_LINE = re.compile(
+    r"^ *+(?:ROOT )?+%?+([^ ]++) = (?:[^ (][^ ]*+|\((?:[^)\n]*+\))+?) ([a-z][a-z0-9\-]*+)\(.*+(?<![{(\[ ])\n",
+    re.MULTILINE,
+)
 # `%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {`, `ENTRY test {`, `wide.body {`
 _HEADER_NAME = re.compile(r"[ \t]*(ENTRY[ \t]+)?%?([^\s=(){},\"]+)[ \t\n]*(?=[({])")
 _MODULE = re.compile(r"HloModule[ \t]+([^\s,]+)")
@@ -60,7 +65,8 @@ class Computation:
         "closed",
         "extra_lines",
         "known_operands",
-        "_names",
+        "known_bodies",
+        "known_names",
         "_index",
     )
 
@@ -73,8 +79,9 @@ class Computation:
         self.root = -1
         self.closed = False
         self.extra_lines: list[int] = []  # a line that begins no instruction: how many instructions it follows
-        self.known_operands: dict[int, list[Ref]] = {}
-        self._names: list[str] | None = None
+        self.known_operands: dict[int, Operands] = {}
+        self.known_bodies: dict[int, list[Computation]] = {}  # what an instruction runs, see hlo_program
+        self.known_names: list[str] = []
         self._index: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -86,15 +93,17 @@ class Computation:
     @property
     def names(self) -> list[str]:
         """The names of the instructions, without `%`."""
-        if self._names is None or len(self._names) != len(self.texts):
+        if len(self.known_names) != len(self.texts):
             match = _NAME.match
-            self._names = [found[1] if (found := match(text)) else "" for text in self.texts]
-        return self._names
+            self.known_names = [found[1] if (found := match(text)) else "" for text in self.texts]
+        return self.known_names
 
     def index(self, name: str) -> int | None:
         """Return the position of the first instruction of this name, or None."""
+        names = self.names
+        if len(names) <= _FEW:
+            return names.index(name) if name in names else None
         if self._index is None:
-            names = self.names
             self._index = dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))  # the first one wins
         return self._index.get(name)
 
@@ -109,6 +118,7 @@ class Computation:
 
 
 _NAME = re.compile(r"[ \t]*(?:ROOT[ ]+)?%?([^\s=(){},]+)")
+_FEW = 24  # names that are found sooner by looking through them than by making a dictionary first
 
 
 class Module:
@@ -120,7 +130,7 @@ class Module:
         self.name, self.line, self.header = name, line, header
         self.computations: list[Computation] = []
         self.by_name: dict[str, Computation] = {}
-        self.truncated = False  # no ENTRY, no header, or a computation that never closes
+        self.truncated = False  # no ENTRY, no header, a computation that never closes, or a loop whose body is missing
         self.counts = {name: int(value) for name, value in _COUNTS.findall(header)}
 
     @property
@@ -175,44 +185,79 @@ class _Reader:
         self.wrapped: _Balance | None = None  # brackets of the last instruction, once lines continue it
         self.wrapped_lines = 0
         self.broken: Computation | None = None  # holds a bracket that never closes: look no further in it
+        self.known: dict[str, str] = {}  # opcodes, one object of each
+        self.closers: list[int] = []  # lines that begin with a closing bracket
+        self.careful_until = 0  # the line up to which bodies are read line by line
 
     def run(self, text: str) -> None:
-        plain, known = _PLAIN.match, {}
+        instruction = _INSTRUCTION.match
         lines = text.split("\n")
         del text
+        self.closers = [at for at, line in enumerate(lines) if line[:1] == "}"]
         number, total = 0, len(lines)
         while number < total:
             line = lines[number]
             number += 1
             here = self.open
             if here is None or self.pending:
+                if not line and not self.pending:
+                    continue
+                number = self._other(lines, number - 1)
+                if self.open is not None and self.open is not here:
+                    number = self._plain_body(self.open, lines, number)
+                continue
+            match = instruction(line)
+            if match is None:
                 number = self._other(lines, number - 1)
                 continue
-            match = plain(line)
-            if match is not None:
-                is_root, _, opcode = match.groups()
-            else:
-                found = _tuple_instruction(line)
-                if found is None:
-                    number = self._other(lines, number - 1)
-                    continue
-                is_root, opcode = found
+            is_root, _, opcode = match.groups()
             if is_root:
                 here.root = len(here.opcodes)
-            here.opcodes.append(known.setdefault(opcode, opcode))
+            here.opcodes.append(self.known.setdefault(opcode, opcode))
             here.texts.append(line)
             self.wrapped = None
             end = line[-1]
             if end in "{([ " or (end == '"' and line.count('"') & 1):
                 if here is not self.broken:
                     number = self._until_balanced(lines, number)
+        if self.open is None and self.modules:
+            last = self.pending[0] if self.pending else next((line for line in reversed(lines) if line), "")
+            if last.startswith(("%", "ENTRY ")):  # the text ends within a signature
+                self.modules[-1].truncated = True
+
+    def _plain_body(self, here: Computation, lines: list[str], at: int) -> int:
+        """Read the body that begins at line `at` in one go when every line of it is an instruction, as XLA prints it.
+
+        Returns the next line to read, which is `at` when the body needs to be read line by line.
+        """
+        if at < self.careful_until:
+            return at
+        place = bisect.bisect_left(self.closers, at)
+        if place == len(self.closers):
+            return at
+        end = self.closers[place]
+        body = lines[at:end]
+        text = "\n".join([*body, ""])
+        found = _PRINTED_LINE.findall(text)
+        quoted = '"\n' in text and any(line.count('"') % 2 for line in body if line.endswith('"'))
+        if len(found) != len(body) or not body or quoted:  # quoted: a text that goes on behind the line
+            self.careful_until = end  # or each of many headers without an end would look as far
+            return at
+        here.texts, here.known_names = body, [name for name, _ in found]
+        here.opcodes = [self.known.setdefault(opcode, opcode) for _, opcode in found]
+        here.root = len(body) - 1
+        while here.root >= 0 and not body[here.root].lstrip().startswith("ROOT "):
+            here.root -= 1
+        self.wrapped = None
+        if lines[end] == "}" and self._last_is_closed(here):
+            here.closed, self.open = True, None
+            return end + 1
+        return end
 
     def _other(self, lines: list[str], at: int) -> int:
         """Handle line `at`, which is not an instruction by itself; return the next line to read."""
         line, here = lines[at], self.open
         if here is None and not self.pending:
-            if not line:
-                return at + 1
             if line[0] == "%" and line[-1] == "{" and ") -> " in line:  # `%body (p: f32[4]) -> f32[4] {`
                 name, blank, rest = line.partition(" ")
                 if blank and rest[0] == "(" and _NAME.fullmatch(name):
@@ -298,11 +343,11 @@ class _Reader:
         assert here is not None
         self.pending.append(line)
         text = " ".join(part.strip() for part in self.pending)
-        found = split_instruction(text) if not _ASSIGNS.match(line) else None
+        found = _INSTRUCTION.match(text) if not _ASSIGNS.match(line) else None
         if found is not None:
-            if found.root:
+            if found[1]:
                 here.root = len(here.opcodes)
-            here.opcodes.append(found.opcode)
+            here.opcodes.append(self.known.setdefault(found[3], found[3]))
             here.texts.append(text)
             here.extra_lines += [len(here.opcodes)] * (len(self.pending) - 1)
             self.pending, self.wrapped = [], None
@@ -406,65 +451,16 @@ _QUOTED = re.compile(r"[^\"\\]*+(?:\\.[^\"\\]*+)*+", re.DOTALL)
 _QUOTE_OR_BRACKET = re.compile(r"[\"()\[\]{}]")
 
 
-def _tuple_instruction(line: str) -> tuple[str | None, str] | None:
-    """Return (root, opcode) of an instruction line whose shape is a tuple, or None."""
-    head = _TUPLE_HEAD.match(line)
-    if head is None:
-        return None
-    tail = _tuple_tail(line, head.end())
-    return (head[1], tail[1]) if tail else None
+def shape_text(computation: Computation, at: int) -> str:
+    """Return the shape of instruction `at` as printed."""
+    text = computation.texts[at]
+    return text[text.index("=") + 1 : text.index(f" {computation.opcodes[at]}(")].strip()
 
 
-def _tuple_tail(text: str, begin: int) -> re.Match[str] | None:
-    """Return the match of ` opcode(` behind the tuple shape at `begin`, whose brackets must close before it."""
-    tail = _EMPTY_TUPLE.match(text, begin) or _OPCODE.search(text, begin)
-    if tail is None or text.count("(", begin, tail.start(1)) != text.count(")", begin, tail.start(1)):
-        return None
-    return tail
-
-
-_EMPTY_TUPLE = re.compile(r"\(\)[ ]+([a-z][a-z0-9\-]*)\(")
-
-
-class Parts(NamedTuple):
-    """The pieces of one instruction's text."""
-
-    root: bool
-    shape: str
-    opcode: str
-    operands: int  # where the operands begin, behind the bracket
-
-
-def split_instruction(text: str) -> Parts | None:
-    """Return the pieces of an instruction, or None when the text is none."""
-    match = _PLAIN.match(text)
-    if match is not None:
-        return Parts(bool(match[1]), match[2], match[3], match.end())
-    head = _TUPLE_HEAD.match(text)
-    if head is None:
-        return None
-    tail = _tuple_tail(text, head.end())
-    if tail is None:
-        return None
-    shape = text[head.end() : tail.start(1)].strip()
-    return Parts(bool(head[1]), shape, tail[1], tail.end())
-
-
-def parts(computation: Computation, at: int) -> Parts:
-    """Return the pieces of instruction `at`."""
-    found = split_instruction(computation.texts[at])
-    assert found is not None, computation.texts[at][:80]  # the reader accepted it
-    return found
-
-
-def _operands_begin(text: str) -> int:
-    """Return where the operands of an instruction begin, behind the bracket."""
-    match = _PLAIN.match(text)
-    if match is not None:
-        return match.end()
-    found = split_instruction(text)
-    assert found is not None, text[:80]
-    return found.operands
+def _operands_begin(computation: Computation, at: int) -> int:
+    """Return where the operands of instruction `at` begin, behind the bracket."""
+    opcode = computation.opcodes[at]
+    return computation.texts[at].index(f" {opcode}(") + len(opcode) + 2
 
 
 def operands_end(text: str, begin: int) -> int:
@@ -496,6 +492,11 @@ def _pieces(text: str, begin: int, end: int) -> Iterator[str]:
     yield text[start:end]
 
 
+def header_pieces(module: Module) -> list[str]:
+    """Return what a module's first line says behind its name, such as `num_partitions=8`, in order."""
+    return [piece.strip() for piece in _pieces(module.header, 0, len(module.header))][1:]
+
+
 class Ref(NamedTuple):
     """An operand: an instruction's name, and the element for a folded `%tuple.3#1`."""
 
@@ -503,38 +504,45 @@ class Ref(NamedTuple):
     element: int | None
 
 
-def operands(computation: Computation, at: int) -> list[Ref]:
+class Operands:
+    """The operands of an instruction, read one by one when they are asked for: loops carry hundreds of them."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: list[str]):
+        self.words = words
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, place: int) -> Ref:
+        word = self.words[place]
+        if "/*" in word:
+            word = word.rpartition("*/")[2]
+        name, _, element = word.strip().removeprefix("%").partition("#")
+        return Ref(name, number(element) if element else None)
+
+
+def operands(computation: Computation, at: int) -> Operands:
     """Return the operands of instruction `at`, whether they are printed with their shapes or not."""
     found = computation.known_operands.get(at)
     if found is None:
-        found = computation.known_operands[at] = _read_operands(computation, at)
+        found = computation.known_operands[at] = Operands(_operand_words(computation, at))
     return found
 
 
-def _read_operands(computation: Computation, at: int) -> list[Ref]:
-    text = computation.texts[at]
-    begin = _operands_begin(text)
+def _operand_words(computation: Computation, at: int) -> list[str]:
+    text, begin = computation.texts[at], _operands_begin(computation, at)
     end = text.find(")", begin)
     inside = text[begin:end] if end >= 0 else text[begin:]
-    if "/*" in inside:
-        inside = _COMMENT.sub("", inside)
-    if not _NEEDS_CARE.search(inside):
-        words = inside.split(",")
-    else:
-        pieces = _pieces(text, begin, operands_end(text, begin) - 1)
-        words = [(_COMMENT.sub(" ", piece).split() or [""])[-1] for piece in pieces]
-    found, make = [], tuple.__new__  # half the time of Ref(...), and there are many
-    for word in words:
-        word = word.strip()
-        if word:
-            if word[0] == "%":
-                word = word[1:]
-            name, _, element = word.partition("#")
-            found.append(make(Ref, (name, number(element) if element else None)))
-    return found
+    with_shapes = "[" in inside or "(" in inside or "{" in inside or '"' in inside
+    if not with_shapes and ("/*" not in inside or inside.count("/*") == inside.count("/*index=")):
+        return inside.split(",") if inside.strip() else []
+    pieces = _pieces(text, begin, operands_end(text, begin) - 1)
+    words = [(_COMMENT.sub(" ", piece).split() or [""])[-1] for piece in pieces]
+    return [word for word in words if word]
 
 
-_NEEDS_CARE = re.compile(r"[(\[{\"]")
 _INDEX = re.compile(r"\), index=(\d+)")
 
 
@@ -546,15 +554,14 @@ def element_index(computation: Computation, at: int) -> int | None:
 
 def literal(computation: Computation, at: int) -> str:
     """Return what stands between the brackets of `constant(4)` or `parameter(0)`."""
-    text = computation.texts[at]
-    begin = _operands_begin(text)
+    text, begin = computation.texts[at], _operands_begin(computation, at)
     return text[begin : operands_end(text, begin) - 1].strip()
 
 
 def attributes(computation: Computation, at: int) -> dict[str, str]:
     """Return the attributes behind the operands of instruction `at`, as printed."""
     text = computation.texts[at]
-    begin = operands_end(text, _operands_begin(text))
+    begin = operands_end(text, _operands_begin(computation, at))
     found: dict[str, str] = {}
     last = ""
     for piece in _pieces(text, begin, len(text)):
@@ -598,7 +605,10 @@ _REFERENCE = re.compile(r"%?([^\s,{}%]+)")
 
 
 def called(computation: Computation, at: int, module: Module) -> dict[str, list[Computation]]:
-    """Return the computations that instruction `at` names, by attribute; inline ones are made on the way."""
+    """Return the computations that instruction `at` names, by attribute; inline ones are made on the way.
+
+    Where a loop, branch, call or start names one that is not in the text, the module is marked as truncated.
+    """
     found: dict[str, list[Computation]] = {}
     for key, value in attributes(computation, at).items():
         if key not in CALL_KEYS:
@@ -608,7 +618,12 @@ def called(computation: Computation, at: int, module: Module) -> dict[str, list[
             continue
         names = _REFERENCE.findall(value)
         found[key] = [module.by_name[name] for name in names if name in module.by_name]
+        if len(found[key]) < len(names) and computation.opcodes[at] in _RUNS:
+            module.truncated = True
     return found
+
+
+_RUNS = frozenset("while conditional call call-start async-start custom-call-start".split())
 
 
 _INLINE_SPLIT = re.compile(r"(?:^|[ \t\n])(ROOT[ ]+)?%?([^\s=(){},]+)[ ]*=[ ]+(?=[(a-z])")
@@ -621,11 +636,11 @@ def inline_computation(value: str, outer: Computation, at: int) -> Computation:
     starts = [match.start() for match in _INLINE_SPLIT.finditer(body)]
     for begin, end in zip(starts, [*starts[1:], len(body)], strict=True):
         text = body[begin:end].strip()
-        found = split_instruction(text)
+        found = _INSTRUCTION.match(text)
         if found is not None:
-            if found.root:
+            if found[1]:
                 made.root = len(made.opcodes)
-            made.opcodes.append(found.opcode)
+            made.opcodes.append(found[3])
             made.texts.append(text)
     made.closed = True
     return made
@@ -633,7 +648,7 @@ def inline_computation(value: str, outer: Computation, at: int) -> Computation:
 
 def shape_of(computation: Computation, at: int) -> Shape:
     """Return the shape of instruction `at`."""
-    return read_shape(parts(computation, at).shape)
+    return read_shape(shape_text(computation, at))
 
 
 def shape_of_ref(computation: Computation, ref: Ref) -> Shape | None:

@@ -195,6 +195,26 @@ GRAMMAR = {
         ),
         {"kind": "all-reduce", "class": "sync", "wire_bytes": 448},
     ),
+    "is_sync in a quoted configuration": (
+        module(
+            f"s = f32[64]{{0}} all-reduce-start(p), {ALL8}, to_apply=add, "
+            r'backend_config="{\"is_sync\":true,\"no_parallel_custom_call\":false}"',
+            MATMUL,
+            "d = f32[64]{0} all-reduce-done(s)",
+            before=ADD,
+        ),
+        {"kind": "all-reduce", "class": "sync", "wire_bytes": 448},
+    ),
+    "custom calls of a user": (
+        # the groups are in nobody's attribute; the result is the done's: 512 floats
+        module(
+            'g = (f32[64]{0}, f32[512]{0}) custom-call(p), custom_call_target="all-gather-start", '
+            'frontend_attributes={async_collective_config="{}"}',
+            MATMUL,
+            'h = f32[512]{0} custom-call(g), custom_call_target="all-gather-done"',
+        ),
+        {"kind": "all-gather", "class": "async_compute", "group_size": None, "output_bytes": 2048, "wire_bytes": None},
+    ),
     "collective-permute of four elements": (
         module(
             "s = (f32[64]{0}, f32[64]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(p), channel_id=18, "
@@ -221,6 +241,10 @@ GRAMMAR = {
             "d = f32[128]{0} ragged-all-to-all-done(s)",
         ),
         {"kind": "ragged-all-to-all", "output_bytes": 512, "wire_bytes": 384},
+    ),
+    "collective-reduce": (
+        module(f"b = f32[64]{{0}} collective-reduce(p), {ALL8}, to_apply=add", before=ADD),
+        {"kind": "collective-reduce", "wire_bytes": 256, "class": "sync"},
     ),
     "collective-broadcast": (
         module("b = f32[64]{0} collective-broadcast(p), replica_groups={{0,1}}"),
@@ -316,6 +340,26 @@ GRAMMAR = {
             header="HloModule m, is_scheduled=true, replica_count=2, num_partitions=4\n\n",
         ),
         {"group_size": 8, "wire_bytes": 1792},
+    ),
+    "no groups are everybody": (
+        module("g = f32[512]{0} all-gather(p), dimensions={0}"),
+        {"group_size": 8, "wire_bytes": 1792},
+    ),
+    "empty groups of replicas and partitions": (
+        # with a channel, a reduction takes in all 2 replicas of all 4 partitions: 7/8 of 2048 B
+        module(
+            "g = f32[512]{0} all-gather(p), channel_id=3, replica_groups={}",
+            header="HloModule m, is_scheduled=true, replica_count=2, num_partitions=4\n\n",
+        ),
+        {"group_size": 8, "wire_bytes": 1792},
+    ),
+    "empty groups of an all-to-all across partitions": (
+        # with a channel, every replica exchanges among its 4 partitions: 3/4 of 2048 B
+        module(
+            "g = f32[512]{0} all-to-all(p), channel_id=3, replica_groups={}",
+            header="HloModule m, is_scheduled=true, replica_count=2, num_partitions=4\n\n",
+        ),
+        {"group_size": 4, "wire_bytes": 1536},
     ),
     "groups of unknown size stay unknown": (
         module("g = f32[512]{0} all-gather(p), replica_groups={}", header="HloModule m, is_scheduled=true\n\n"),
@@ -455,6 +499,12 @@ no {
   ROOT y = f32[32,32]{1,0} negate(x)
 }
 
+factor {
+  x = f32[32,32]{1,0} parameter(0)
+  z = f32[32,32]{1,0} add(x, x)
+  ROOT y = f32[32,32]{1,0} cholesky(z), lower=true
+}
+
 """
 LOOP = [
     "zero = s32[] constant(0)",
@@ -490,8 +540,21 @@ BETWEEN = {
     "a loop of matmuls": ([*LOOP, "l = (s32[], f32[32,32]{1,0}) while(init), condition=cond, body=body"], "async_compute", 5, 0, 1),
     "a branch that may be light": (
         ["q = pred[] constant(true)", "b = f32[32,32]{1,0} conditional(q, w, w), true_computation=yes, false_computation=no"],
-        "async_empty", 0, 0, 1,
+        "async_light", 0, 0, 1,
     ),
+    "branches that compute in different ways": (
+        ["q = pred[] constant(true)", "b = f32[32,32]{1,0} conditional(q, w, w), true_computation=yes, false_computation=factor"],
+        "async_compute", 1, 0, 1,
+    ),
+    "a ragged product": (
+        ["r = f32[32,32]{1,0} ragged-dot(w, w, p), lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}"],
+        "async_compute", 1, 0, 1,
+    ),
+    "a scaled product": (
+        ["r = f32[32,32]{1,0} scaled-dot(w, w, p, p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"],
+        "async_compute", 1, 0, 1,
+    ),
+    "an opcode of tomorrow": (["r = f32[32,32]{1,0} tomorrows-op(w)"], "async_compute", 0, 1, 1),
     "asynchronous compute on another stream": (
         ["k = ((f32[32,32]{1,0}), f32[32,32]{1,0}, u32[]) fusion-start(w), calls=fused_matmul",
          "kd = f32[32,32]{1,0} fusion-done(k)"],
@@ -541,18 +604,25 @@ def test_async_compute_that_is_still_running_covers(ask):
     assert only(ask(module(lines[0], lines[3], *AG_PAIR, before=FUSIONS)))["class"] == "async_empty"
 
 
-def test_work_on_the_collectives_own_thread_is_no_cover(ask):
+@pytest.mark.parametrize("work, elsewhere", [("yes", "async_compute"), ("no", "async_light")])
+def test_work_on_the_collectives_own_thread_is_no_cover(ask, work, elsewhere):
     def text(thread):
         return module(
             '%g-start = ((f32[64]{0}), f32[512]{0}, u32[]) async-start(%p), async_execution_thread="sparsecore", calls=%called',
-            f'%k-start = ((f32[32,32]{{1,0}}), f32[32,32]{{1,0}}, u32[]) call-start(%w), async_execution_thread="{thread}", to_apply=%yes',
+            f'%k-start = ((f32[32,32]{{1,0}}), f32[32,32]{{1,0}}, u32[]) call-start(%w), async_execution_thread="{thread}", to_apply=%{work}',
             "%g-done = f32[512]{0} async-done(%g-start)",
             "%k-done = f32[32,32]{1,0} call-done(%k-start)",
             before=SPARSE + FUSIONS.replace("\n}\n\nno", '\n}, execution_thread="other"\n\nno'),
         )
 
     assert only(ask(text("sparsecore")))["class"] == "async_empty"
-    assert only(ask(text("other")))["class"] == "async_compute"
+    assert only(ask(text("other")))["class"] == elsewhere
+
+
+def test_nothing_lies_between_a_synchronous_collective(ask):
+    found = only(ask(module(f"g = f32[512]{{0}} all-gather(p), {ALL8}", MATMUL)))
+    between = found["between"]
+    assert [between[key] for key in ("instructions", "matmuls", "unknown_kernels", "opcodes")] == [0, 0, 0, {}]
 
 
 def test_a_start_without_done_is_unmatched(ask):
@@ -687,6 +757,27 @@ def test_async_collective_fusion_without_carrier_is_exposed(ask):
     assert found["class"] == "async_empty"
 
 
+def test_async_collective_fusion_that_names_its_collective_once(ask):
+    """Only the fusion that starts holds the all-gather; the others hand its state on, one of them as a nested tuple."""
+    state = "(bf16[64]{0}, bf16[512]{0}, u32[]{:S(2)})"
+    before = FUSED_ASYNC[: FUSED_ASYNC.index("carry_comp")] + (
+        f"carry_comp {{\n  s = {state} parameter(0)\n  x = bf16[32,32]{{1,0}} parameter(1)\n"
+        "  m = bf16[32,32]{1,0} convolution(x, x), dim_labels=bf_io->bf\n"
+        f"  ROOT t = (bf16[32,32]{{1,0}}, {state}) tuple(m, s)\n}}\n\n"
+        f"done_comp {{\n  s = {state} parameter(0)\n"
+        '  ROOT c = bf16[512]{0} custom-call(s), custom_call_target="AsyncCollectiveDone"\n}\n\n'
+    )
+    lines = [
+        *FUSED_LINES[:3],
+        f"carry = (bf16[32,32]{{1,0}}, {state}) fusion(start, q), kind=kOutput, calls=carry_comp",
+        f"c = {state} get-tuple-element(carry), index=1",
+        "done = bf16[512]{0} fusion(c), kind=kCustom, calls=done_comp",
+    ]
+    found = only(ask(module(*lines, before=before)))
+    assert (found["name"], found["class"], found["wire_bytes"]) == ("start", "async_compute", 896)
+    assert found["between"]["matmuls"] == 1
+
+
 def test_windowed_einsum_loop(ask):
     """Two permutes per trip beside convolution fusions, unrolled by two: 8 shards in 4 trips of step 2."""
     body = """wide.windowed_body {
@@ -756,6 +847,9 @@ COMPARED = "cmp_comp {\n  a = s32[] parameter(0)\n  b = s32[] parameter(1)\n  RO
 TRIPS = {
     # name: (condition, step, init, attributes, computations before, trips)
     "known_trip_count": (UP_TO_7, "  n = s32[] negate(i)", FROM_ZERO, ', backend_config={"known_trip_count":{"n":"12"}}', "", 12),
+    "known_trip_count in a quoted configuration": (
+        UP_TO_7, "  n = s32[] negate(i)", FROM_ZERO, r', backend_config="{\"known_trip_count\":{\"n\":\"12\"}}"', "", 12
+    ),
     "compare, step, init": (UP_TO_7, STEP_ONE, FROM_ZERO, "", "", 7),
     "init is not zero": (UP_TO_7, STEP_ONE, "i0 = s32[] constant(2)", "", "", 5),
     "step does not divide": (UP_TO_7, "  k = s32[] constant(3)\n  n = s32[] add(k, i)", FROM_ZERO, "", "", 3),
@@ -924,6 +1018,7 @@ TALKING = {
     "a kernel without": ('custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":""}}', False),
     "a kernel whose configuration was cut": ('custom_call_target="tpu_custom_call"', True),
     "an unknown target": ('custom_call_target="my_ring_allreduce"', True),
+    "a target named like a collective": ('custom_call_target="all-reduce"', True),
     "cublas": ('custom_call_target="__cublas$gemm"', False),
     "nothing at run time": ('custom_call_target="AllocateBuffer"', False),
 }  # fmt: skip
@@ -1003,6 +1098,8 @@ def test_refused_in_one_line(run, name):
         (["module.txt", "--diff", "two.txt"], "two.txt: holds 2 modules"),
         (["module.txt", "--diff", "cut.txt"], "cut.txt: is truncated"),
         (["bytes.txt"], "bytes.txt:1: not UTF-8"),
+        (["cut.gz"], "cut.gz: cannot decompress"),
+        (["bad.gz"], "bad.gz: cannot decompress"),
     ],
 )
 def test_bad_files(run, tmp_path, argv, message):
@@ -1010,6 +1107,8 @@ def test_bad_files(run, tmp_path, argv, message):
     (tmp_path / "two.txt").write_text(GOOD + "\n" + GOOD)
     (tmp_path / "cut.txt").write_text(GOOD.replace("ENTRY ", ""))
     (tmp_path / "bytes.txt").write_bytes(b"HloModule \xff\n")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(GOOD.encode())[:-9])
+    (tmp_path / "bad.gz").write_bytes(b"\x1f\x8b" + b"HloModule" * 9)
     code, _, err = run(None, *argv)
     assert code == 2 and message in err and err.count("\n") == 1
 
@@ -1024,6 +1123,7 @@ def test_bad_files(run, tmp_path, argv, message):
         ["x", "--gate", "sync=2MB"],
         ["x", "--gate", "share=5GB"],
         ["x", "--top", "-1"],
+        ["x", "--trace", "-"],
         ["x", "y", "--diff", "z"],
         ["x", "--diff", "y", "--trace", "t"],
         ["x", "--diff", "y", "--gate", "sync=1"],
@@ -1057,6 +1157,21 @@ TRUNCATED = {
     "the entry is gone": (GOOD.replace("ENTRY main", "main"), 1),
     "cut in the middle": (GOOD[: GOOD.index("  ROOT")], 1),
     "cut inside a line": (GOOD[: GOOD.index("all-gather-done") + 5], 1),
+    "cut inside a signature behind the entry": (GOOD + "\n%add (a: f32[], b: f3", 1),
+    "cut inside a signature of two lines": (GOOD + "\n%add (a: f32[],\n  b: f32[],", 1),
+    "the body of a loop is gone": (
+        module(*AG_PAIR, *LOOP, "l = (s32[], f32[32,32]{1,0}) while(init), condition=cond, body=lost", before=FUSIONS),
+        1,
+    ),
+    "a branch is gone": (
+        module(
+            *AG_PAIR,
+            "q = s32[] constant(0)",
+            "b = f32[32,32]{1,0} conditional(q, w, w), branch_computations={yes, lost}",
+            before=FUSIONS,
+        ),
+        1,
+    ),
 }
 
 
@@ -1180,6 +1295,13 @@ def test_same_input_same_bytes_and_stdin(run, monkeypatch, capsys):
     assert capsys.readouterr().out.replace("<stdin>", "module.txt") == first
 
 
+def test_gzipped_text_is_the_same_text(run, tmp_path):
+    (tmp_path / "module.txt.gz").write_bytes(gzip.compress(GOOD.encode()))
+    code, out, err = run(None, "module.txt.gz", "--json")
+    assert (code, err) == (0, "")
+    assert out.replace("module.txt.gz", "module.txt") == run(GOOD, "--json")[1]
+
+
 def test_wide_does_not_cut(run):
     name = "jit(step)/" + "/".join(f"layer_{n}" for n in range(20))
     text = module(f'g = f32[512]{{0}} all-gather(p), {ALL8}, metadata={{op_name="{name}"}}')
@@ -1233,7 +1355,7 @@ def test_trace_of_a_real_module(run, tmp_path):
 GATES = [
     # the module exposes 1792 B of 3584 B (one pair hidden behind a dot), one collective is sync
     ("exposed-bytes=1792", 0), ("exposed-bytes=1791", 1), ("exposed-bytes=1.79kB", 1), ("exposed-bytes=2KiB", 0),
-    ("share=50%", 0), ("share=0.49", 1), ("sync=1", 0), ("sync=0", 1), ("exposed-bytes=1e9", 0),
+    ("share=50%", 0), ("share=0.49", 1), ("share=50", 0), ("share=49", 1), ("share=1", 0), ("share=49.9%", 1), ("sync=1", 0), ("sync=0", 1), ("exposed-bytes=1e9", 0),
 ]  # fmt: skip
 
 
@@ -1263,6 +1385,7 @@ def renamed(text: str) -> str:
     text = re.sub(r"%([\w.\-]+)", lambda match: "%" + names[match[1]], text)
     text = re.sub(r"channel_id=(\d+)", lambda match: f"channel_id={int(match[1]) + 100}", text)
     text = re.sub(r", metadata=\{op_name=\"[^\"]*\"", ', metadata={op_name="elsewhere"', text)
+    text = text.replace("\n", ', frontend_attributes={fingerprint_before_lhs="b305"}\n', 1)  # the last of the header
     return text.replace("HloModule jit_step", "HloModule jit_other")
 
 
@@ -1345,7 +1468,7 @@ def test_real_module_agrees_with_the_second_route(ask, path):
         if one["between"]:
             assert {key: mine["between"][key] for key in one["between"]} == one["between"], one["name"]
         else:
-            assert mine["between"] is None
+            assert one["class"] == "sync" and mine["between"]["instructions"] == 0 and mine["between"]["opcodes"] == {}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
@@ -1355,7 +1478,8 @@ def test_every_line_number(path):
     count = 0
     for computation in read.computations:
         for at, name in enumerate(computation.names):
-            assert re.match(rf" +(ROOT )?%{re.escape(name)} = ", lines[computation.line_of(at) - 1])
+            line = lines[computation.line_of(at) - 1].lstrip()
+            assert line.removeprefix("ROOT ").startswith(f"%{name} = ")
             count += 1
     assert count > 400
 
