@@ -405,16 +405,13 @@ def fuzz(read, name: str, seeds: range) -> None:
             raise AssertionError(f"{name}: seed {seed}") from error
 
 
-FUZZ_HERE = [name for name in FUZZED if READERS[name].tool in TOOLS]
-
-
-@pytest.mark.parametrize("name", FUZZ_HERE)
+@pytest.mark.parametrize("name", FUZZED)
 def test_fuzz(read, name):
     fuzz(read, name, range(22))  # with the 100 of test_hlo_overlap.test_fuzz: some 250 a run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUZZ_HERE)
+@pytest.mark.parametrize("name", FUZZED)
 def test_fuzz_long(read, name):
     fuzz(read, name, range(100, 500))  # 2,800; test_hlo_overlap.test_fuzz_long adds 5,900
 
@@ -429,7 +426,6 @@ WRITERS = {
     "bench_driver --steps-file": ("bench_driver", ["--steps=1", "--steps-file={}"]),
     "aot_bench --out": ("aot_bench", [*TOOLS["aot_bench"], "--out={}"]),
 }
-WRITERS_HERE = [name for name, (tool, _) in WRITERS.items() if tool in TOOLS]
 
 
 @pytest.fixture
@@ -444,7 +440,7 @@ def write(run, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("name", WRITERS_HERE)
+@pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("place", ["missing/file", "folder", "file/below"])
 def test_unwritable_output(write, tmp_path, name, place):
     (tmp_path / "folder").mkdir()
@@ -456,7 +452,7 @@ def test_unwritable_output(write, tmp_path, name, place):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("name", WRITERS_HERE)
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_full_device_is_an_error_and_stays_a_device(write, tmp_path, name):
     before = os.stat("/dev/full")
     link = tmp_path / "full"  # through a link: a tool that renames over its output would replace only this
@@ -466,7 +462,7 @@ def test_a_full_device_is_an_error_and_stays_a_device(write, tmp_path, name):
     assert link.is_symlink() and os.stat("/dev/full").st_rdev == before.st_rdev
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS_HERE if "bench_driver" not in name])
+@pytest.mark.parametrize("name", [name for name in WRITERS if "bench_driver" not in name])
 def test_bad_input_leaves_the_output_alone(run, tmp_path, name):
     tool, options = WRITERS[name]
     (tmp_path / "out").write_text("kept")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from test_bench_driver import fake, tiny  # noqa: F401  (fixtures)
-from test_robustness import AOT_LOG, BIG, HERE, HLO, LOG, LOG_B, PROJECT, TINY, numerics  # noqa: F401
+from test_robustness import AOT_LOG, BIG, HLO, LOG, LOG_B, PROJECT, TINY, numerics  # noqa: F401
 
 jsonschema = pytest.importorskip("jsonschema")
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ DOCUMENTS = {
         ("check_numerics_cpu", "--list"),
     ],
 }
-CASES = [(name, command) for name, commands in DOCUMENTS.items() for command in commands if command[0] in HERE]
+CASES = [(name, command) for name, commands in DOCUMENTS.items() for command in commands]
 
 
 @pytest.mark.parametrize(("name", "command"), CASES, ids=lambda value: value if isinstance(value, str) else None)
