@@ -229,9 +229,9 @@ def collect(
 
     told = next((outcome.event("lowered") for outcome in outcomes if outcome.event("lowered")), {})
     kernels = {kernel.name: kernel for outcome in outcomes for kernel in kernels_of(outcome, told)}
-    for name in kernels if options.hlo_dir else ():
+    for name, kernel in kernels.items() if options.hlo_dir else ():
         path = os.path.join(options.hlo_dir, aot_launch.hlo_name(launch, flags, name))
-        kernels[name].extra["hlo_file"] = path if os.path.exists(path) else None
+        kernel.extra["hlo_file"] = path if kernel.status == "compiled" else None
     if not told:
         refused = next((outcome for outcome in outcomes if outcome.result), None)
         error = refused.result["error"] if refused else outcomes[0].error
@@ -243,28 +243,35 @@ def collect(
         "flags": {"compiler_options": flags.options, "libtpu_init_args": flags.init_args},
         "not_the_same_program": told.get("not_the_same_program"), "notes": notes_of(told),
     }  # fmt: skip
-    return [kernels[name] for name in KERNELS if name in kernels], rest
+    lost = "not lowered: the process that was to do it ended before"
+    return [kernels.get(name) or Kernel(name, "failed", error=lost) for name in KERNELS], rest
 
 
 def kernels_of(outcome: Any, told: Mapping[str, Any]) -> list[Kernel]:
-    """Return the kernels of one child: one compiled, out of memory or failed; or all that it lowered."""
-    lowered, result = outcome.event("lowered").get("kernels", {}), outcome.result
-    if result is not None and result["status"] == "lowered":
-        return [Kernel(name, "lowered", argument_bytes=one["argument_bytes"], extra=_extra(one))
-                for name, one in lowered.items()]  # fmt: skip
-    kernel = Kernel(outcome.name, extra=_extra(lowered.get(outcome.name, {})))
+    """Return the kernels of one child: the one it was to compile, and what else it lowered."""
+    lowered = outcome.event("lowered").get("kernels", {})
+    others = [Kernel(name, "lowered", argument_bytes=one["argument_bytes"], extra=_extra(one))
+              for name, one in lowered.items() if name != outcome.name]  # fmt: skip
+    if outcome.name not in KERNELS:  # a child that only lowers
+        return others
+    return [compiled_kernel(outcome, lowered.get(outcome.name, {}), told), *others]
+
+
+def compiled_kernel(outcome: Any, lowered: Mapping[str, Any], told: Mapping[str, Any]) -> Kernel:
+    """Return the kernel that a child was to compile: compiled, out of memory or failed."""
+    kernel, result = Kernel(outcome.name, extra=_extra(lowered)), outcome.result
     text = outcome.error if result is None else result.get("error")
     if text is not None:
         kernel.shortages = find_shortages(text)
         kernel.status = "out of memory" if kernel.shortages or "RESOURCE_EXHAUSTED" in text else "failed"
         kernel.error = " ".join(text.split())[:600]
         kernel.buffers = with_savings(result or {}, told) if kernel.shortages else []
-        return [kernel]
+        return kernel
     kernel.compile_seconds = result["seconds"]
     take_statistics(kernel, result["statistics"])
     kernel.flops, kernel.bytes_accessed = result["flops"], result["bytes_accessed"]
     kernel.buffers = with_savings(result, told)
-    return [kernel]
+    return kernel
 
 
 def with_savings(result: Mapping[str, Any], told: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -433,7 +433,7 @@ def serve(job: Mapping[str, Any], say: Any, wait: Any) -> None:
     if job["do"] == "lower":
         say({"event": "result", "status": "lowered"})
     elif wait():
-        (name,) = job["kernels"]
+        name = job["compile"]
         try:
             result = compile_kernel(built.engine, lowered[name], job["options"], job["dump_dir"], job["hlo_file"])
         except Exception as error:  # the compiler's words; its memory reports are there when memory was what lacked

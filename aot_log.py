@@ -60,8 +60,12 @@ def read_log(text: str, source: str) -> Log:
     log.topology = log.config.get("compile_topology") or None
     text = _CONFIG.sub("", text)  # whatever a config holds, it is no statistics and no error
     for begin, end, name in _sections(text):
-        log.kernels += _kernels(text[begin:end], name)
-    _add_shortages(text, log)
+        part = text[begin:end]
+        kernels = _kernels(part, name)
+        log.kernels += kernels
+        _add_shortages(part, log, None if kernels else name)
+    if (driver := _DRIVER.search(text)) and log.kernels:
+        log.notes.append(f"the driver's own report: program HBM usage {driver[1]} of {driver[2]}")
     if not log.kernels:
         raise BenchError("no memory analysis and no shortage of memory in this log", where=source,
                          todo="give what maxtext_engine_compile or train_compile printed, stderr too")  # fmt: skip
@@ -110,25 +114,29 @@ def _cost(text: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _add_shortages(text: str, log: Log) -> None:
+def _add_shortages(part: str, log: Log, name: str | None) -> None:
+    """Put what ran out of memory in a part of a log with the kernel it names, else the one of that name."""
+    shortages = find_shortages(part)
+    unformed = None if shortages else _UNFORMED.search(part)
+    if not shortages and unformed is None:
+        return
     known = {kernel.name: kernel for kernel in log.kernels}
 
-    def out_of_memory(name: str) -> Kernel:
-        if name not in known:
-            known[name] = Kernel(name)
-            log.kernels.append(known[name])
-        known[name].status = "out of memory"
-        return known[name]
+    def out_of_memory(shortage_of: str | None) -> Kernel:
+        kernel_name = shortage_of or name or _unnamed(known)
+        if kernel_name not in known:
+            known[kernel_name] = Kernel(kernel_name)
+            log.kernels.append(known[kernel_name])
+        known[kernel_name].status = "out of memory"
+        return known[kernel_name]
 
-    shortages = find_shortages(text)
     for shortage in shortages:
-        kernel = out_of_memory(shortage.kernel or _unnamed(known))
-        kernel.shortages.append(shortage)
-        kernel.buffers = kernel.buffers or reported_allocations(text)
-    if not shortages and (unformed := _UNFORMED.search(text)):
-        out_of_memory(_unnamed(known)).error = unformed[0].strip()
-    if (driver := _DRIVER.search(text)) and log.kernels:
-        log.notes.append(f"the driver's own report: program HBM usage {driver[1]} of {driver[2]}")
+        kernel = out_of_memory(shortage.kernel)
+        if shortage not in kernel.shortages:
+            kernel.shortages.append(shortage)
+        kernel.buffers = kernel.buffers or reported_allocations(part)
+    if unformed is not None:
+        out_of_memory(None).error = unformed[0].strip()
 
 
 def _unnamed(known: Mapping[str, Kernel]) -> str:

@@ -456,6 +456,23 @@ def test_kernels_that_compiled_before_the_shortage_are_kept(run, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("log", "kernel"),
+    [
+        (f"--- fwd_bwd ---\n{FORMS['a'][0]}\n", "fwd_bwd"),
+        (f"--- update ---\nMemory analysis: {TEN}\n--- fwd_bwd ---\n{FORMS['a'][0]}\n", "fwd_bwd"),
+        (f"--- fwd_bwd ---\nMemory analysis: {TEN}\n{FORMS['a'][0]}\n", "fwd_bwd_accum"),  # the next in MaxText's order
+        (f"--- update ---\n{FORMS['b'][0]}\n", "fwd_bwd"),  # the message names its module
+        (FORMS["f, vmem"][0], "unnamed kernel"),
+    ],
+)  # fmt: skip
+def test_the_kernel_that_ran_out_is_named(run, tmp_path, log, kernel):
+    (tmp_path / "x.log").write_text(log)
+    code, out, _ = run("--summarize", "x.log", "--cap-gib", "95", "--json")
+    short = [k["name"] for k in json.loads(out)["kernels"] if k["shortages"]]
+    assert (code, short) == (1, [kernel])
+
+
 LARGEST = """Ran out of memory in memory space hbm. Used 17.17G of 15.75G hbm. Exceeded hbm capacity by 1.42G.
 
 Total hbm usage >= 17.43G:
@@ -958,6 +975,8 @@ def test_edits_reach_argv_and_slice():
         ("tpuv5:4x4x8", "v5p-256", 128),
         ("tpuv6e:4x8", "v6e-32", 32),
         ("tpuv5e:16x16", "v5e-256", 256),
+        ("v5e:2x2", "v5e-4", 4),
+        ("v5p:4x4x8", "v5p-256", 128),
         ("v4-8", "v4-8", 4),
     ],
 )
