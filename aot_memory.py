@@ -124,13 +124,13 @@ _FORMS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
         r"TensorCore Hbm usage:? %s, SparseCore Hbm usage:? %s, exceeding available bytes:? %s",
         "tensor", "sparse", "available")),
     ("allocation", "compile", _sizes(
-        r"Allocation \(size=%s\) would exceed memory \(size=%s\)(?P<rest>[^\n]{0,300})", "needed", "available")),
+        r"Allocation \(size=%s\) would exceed memory \(size=%s\)(?P<rest>[\s\S]{0,300})", "needed", "available")),
     ("reserve", "run", _sizes(
-        r"Attempting to (?:reserve|allocate) %s\b.{0,200}?There are %s free(?:, %s reserved, and %s reservable)?",
+        r"Attempting to (?:reserve|allocate) %s\b[\s\S]{0,200}?There are %s free(?:, %s reserved, and %s reservable)?",
         "needed", "available", "reserved", "reservable")),
 )  # fmt: skip
-_MODULE = re.compile(r"HLO module:?\s+([\w.-]+?)(?:\.cl_\d+)?[\s.,]", re.IGNORECASE)
-_ANY = re.compile(r"xceed|ttempting to|Used\s")  # one of these is in every form
+_MODULE = re.compile(r"HLO\s+module:?\s+([\w.-]+?)(?:\.cl_\d+)?[\s.,]", re.IGNORECASE)
+_ANY = re.compile(r"xceed|ttempting\s|Used\s")  # one of these is in every form
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")  # colours of a terminal
 _PREFIX = re.compile(  # what stands in front of a line, any number of them
     r"^(?:\[(?:pod|container)/[^\]\n]{1,200}\] ?"  # kubectl logs --prefix
