@@ -196,6 +196,7 @@ def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str,
 
     launch = aot_launch.read_launch(options)
     aot_launch.check_plan(launch, options)
+    make_folders(options)
     with tempfile.TemporaryDirectory(prefix="aot_bench_") as work_dir:
         with _kept_logs(work_dir, options.log_dir):
             flags = aot_launch.check_flags(launch, work_dir, options.timeout)
@@ -206,19 +207,34 @@ def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str,
     return collect(launch, flags, outcomes, options)
 
 
+def make_folders(options: argparse.Namespace) -> None:
+    """Make the folders that the options name, before anything takes minutes.
+
+    Raises:
+      BenchError: one cannot be made or written, or the one of --out is not there.
+    """
+    try:
+        for folder in filter(None, (options.hlo_dir, options.log_dir)):
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        if options.out:
+            folder = os.path.dirname(os.path.abspath(options.out))
+            os.stat(folder)
+    except OSError as error:
+        raise BenchError(f"cannot write: {error.strerror}", where=folder, todo="choose a writable place") from error
+
+
 @contextlib.contextmanager
 def _kept_logs(work_dir: str, log_dir: str | None) -> Any:
     """Copy what the children wrote (stderr, events) to --log-dir at the end, whatever the end is."""
     try:
         yield
     finally:
-        if log_dir:
-            os.makedirs(log_dir, exist_ok=True)
-            for child in sorted(os.listdir(work_dir)):
-                for name in ("stderr.log", "events.jsonl"):
-                    kept = os.path.join(work_dir, child, name)
-                    if os.path.exists(kept):
-                        write_whole(os.path.join(log_dir, f"{child}.{name}"), read_bytes(kept))
+        for child in sorted(os.listdir(work_dir)) if log_dir else ():
+            for name in ("stderr.log", "events.jsonl"):
+                kept = os.path.join(work_dir, child, name)
+                if os.path.exists(kept):
+                    write_whole(os.path.join(log_dir, f"{child}.{name}"), read_bytes(kept))
 
 
 def collect(
@@ -421,12 +437,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.overlap:
         doc["overlap"], report = overlap(doc, "markdown" if options.format == "markdown" else "text")
         text += ["", report.rstrip()]
-    if options.out:
-        write_whole(options.out, dump_json(doc))
     if options.format == "json":
         emit(dump_json(doc))
     else:
         emit(aot_report.render(doc, options.format, options.top) + "".join(f"{line}\n" for line in text))
+    if options.out:  # printed first: what took an hour is not lost with a full disk
+        write_whole(options.out, dump_json(doc))
     return exit_code(doc)
 
 

@@ -293,8 +293,6 @@ def make_jobs(launch: Launch, flags: Flags, options: argparse.Namespace) -> dict
     }  # fmt: skip
     compiled = () if options.lower_only else options.kernels
     folder = os.path.abspath(options.hlo_dir) if options.hlo_dir else None
-    if folder:
-        os.makedirs(folder, exist_ok=True)
     jobs, rest = {}, [name for name in KERNELS if name not in compiled]
     for name in compiled:
         file = os.path.join(folder, hlo_name(launch, flags, name)) if folder else None

@@ -809,6 +809,15 @@ def test_bad_input_is_one_line(run, tmp_path, argv, piece):
     )
 
 
+@pytest.mark.parametrize("argv", [("--hlo-dir", "file"), ("--log-dir", "file/below"), ("--out", "no/such.json")])
+def test_a_place_that_cannot_be_written_is_said_before_anything_compiles(run, tmp_path, monkeypatch, argv):
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    monkeypatch.setattr(aot_children, "run", lambda *args, **options: pytest.fail("compiled"))
+    (tmp_path / "file").write_text("kept")
+    code, out, err = run("--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", *argv)
+    assert (code, out) == (2, "") and "cannot write" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "argv",
     [
