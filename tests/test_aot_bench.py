@@ -791,7 +791,7 @@ ORCH = "--batch_size=4 --num_generations=4"
         (["--trainer-argv", TRAINER + " --mesh_expert=2", "--orch-argv", ORCH, "--slice", "v5e-4"], "8 devices"),
         (["--trainer-argv", "'open", "--orch-argv", ORCH, "--slice", "v5e-4"], "cannot split"),
         (["--trainer-argv", TRAINER + " --no_such=1", "--orch-argv", ORCH, "--slice", "v5e-4"], "--no_such"),
-        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--maxtext", "bare"], "KEY=VALUE"),
+        (["--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--maxtext", "bare"], "NAME=VALUE"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, argv, piece):
@@ -802,11 +802,7 @@ def test_bad_input_is_one_line(run, tmp_path, argv, piece):
     stored(run, tmp_path, "good.json")
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
-    assert (
-        err.startswith("aot_bench: ")
-        and err.count("\n") == 1
-        and piece.replace("KEY=", "NAME=") in err.replace("KEY=", "NAME=")
-    )
+    assert err.startswith("aot_bench: ") and err.count("\n") == 1 and piece in err
 
 
 @pytest.mark.parametrize("argv", [("--hlo-dir", "file"), ("--log-dir", "file/below"), ("--out", "no/such.json")])
@@ -968,7 +964,8 @@ def test_a_launch_render_and_the_bench_made_of_it_are_one_program(capsys, tmp_pa
     assert keys == direct.env["MAXTEXT_EXTRA_FLAGS"].split()
     assert "--mesh_context=4" in direct.trainer_argv and "--mesh_context=4" in carried.trainer_argv
     assert (
-        "--truncated_importance_sampling_type=seq-mask-tis" in direct.orch_argv or direct.orch_argv == carried.orch_argv
+        direct.orch_argv == carried.orch_argv
+        and "--truncated_importance_sampling_type=seq-mask-tis" in direct.orch_argv
     )
 
 
