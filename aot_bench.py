@@ -352,10 +352,9 @@ def summarize(options: argparse.Namespace) -> tuple[list[Kernel], dict[str, Any]
 def make_document(options: argparse.Namespace) -> dict[str, Any]:
     """Return the document: of a compile, of a log, or an earlier one, judged again where the options say how."""
     if options.prediction:
-        doc = aot_report.check_document(_load(options.prediction), shown_name(options.prediction))
+        doc, kernels, beside = aot_report.read_document(_load(options.prediction), shown_name(options.prediction))
         if options.hbm_gib is None and options.reserve_gib is None:
             return dict(doc)
-        kernels, beside = aot_report.kernels_of_document(doc, shown_name(options.prediction))
         return judge(kernels, beside, doc, options)
     kernels, rest = summarize(options) if options.summarize else compile_launch(options)
     beside = rest.get("beside")

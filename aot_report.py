@@ -143,7 +143,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> l
 
 def _under_table(doc: Mapping[str, Any]) -> list[str]:
     sources = {kernel["peak_source"] for kernel in doc["kernels"] if kernel["peak_source"]}
-    told = {"compiler": "peak is the compiler's own figure"}
+    vmem = ", which counts vmem too" if any(_above_its_sum(kernel) for kernel in doc["kernels"]) else ""
+    told = {"compiler": f"peak is the compiler's own figure{vmem}"}
     how = "; ".join(
         sorted(told.get(source, f"peak is {source}, a sum that tends to be too high") for source in sources)
     )
@@ -159,6 +160,12 @@ def _under_table(doc: Mapping[str, Any]) -> list[str]:
         if kernel.get("routing"):
             lines.append(f"{kernel['name']}: {kernel['routing']}")
     return lines
+
+
+def _above_its_sum(kernel: Mapping[str, Any]) -> bool:
+    """Return whether a kernel's peak is more than all its HBM buffers together."""
+    sizes = [kernel[field] for field in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")]
+    return None not in sizes and sizes[4] > sizes[0] + sizes[1] - sizes[2] + sizes[3]
 
 
 def _resident_lines(doc: Mapping[str, Any]) -> list[str]:
@@ -256,13 +263,14 @@ def _verdict_line(doc: Mapping[str, Any]) -> str:
 
 
 def check_document(doc: Any, where: str) -> dict[str, Any]:
-    """Return an aot-bench/1 document.
+    """Return an aot-bench/1 document that holds at least what a comparison needs.
 
     Raises:
       BenchError: it is something else.
     """
     kernels = doc.get("kernels") if isinstance(doc, dict) and doc.get("schema") == SCHEMA else None
-    if not isinstance(kernels, list) or not all(isinstance(one, dict) and "name" in one for one in kernels):
+    if not isinstance(kernels, list) or not all(
+            isinstance(one, dict) and isinstance(one.get("name"), str) for one in kernels):  # fmt: skip
         raise BenchError(f"no {SCHEMA} document", where=where, todo="give what aot_bench --json wrote")
     sizes = [kernel.get(field) for kernel in kernels for field in ("temp_bytes", "peak_bytes", "total_bytes")]
     known = isinstance(doc.get("config") or {}, dict) and doc.get("fits") in (True, False, None)
@@ -275,29 +283,32 @@ _SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_b
 _EXTRA = ("logical_argument_bytes", "routing", "lowered_operations", "hlo_file")  # of a compile, not of a log
 
 
-def kernels_of_document(doc: Mapping[str, Any], where: str) -> tuple[list[Kernel], dict[str, list[Beside]]]:
-    """Return the kernels of a document, and what stays beside each, to be judged again.
+def read_document(doc: Any, where: str) -> tuple[dict[str, Any], list[Kernel], dict[str, list[Beside]]]:
+    """Return a whole aot-bench/1 document, its kernels, and what stays beside each, to be judged again.
 
     Raises:
-      BenchError: a field is missing or of another kind.
+      BenchError: it is something else, or a field is missing or of another kind. What can be rendered is whole.
     """
-    kernels, beside = [], {}
+    check_document(doc, where)
     try:
-        for one in doc["kernels"]:
-            kernels.append(Kernel(
-                one["name"], one["status"], one["compile_seconds"], **{field: _size(one[field]) for field in _SIZES},
-                told_peak_bytes=_size(one["peak_bytes"]) if one["peak_source"] == "compiler" else None,
-                flops=one["flops"], bytes_accessed=one["bytes_accessed"],
-                shortages=[_shortage_of(told) for told in one["shortages"]], error=one["error"],
-                buffers=one["largest_buffers"], notes=one["notes"],
-                extra={field: one[field] for field in _EXTRA if field in one},
-            ))  # fmt: skip
-            beside[one["name"]] = [Beside(item["name"], _size(item["bytes"]), item["at_least"])
-                                   for item in one["beside"]]  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"a damaged {SCHEMA} document: {error}", where=where,
+        kernels = [_kernel_of(one) for one in doc["kernels"]]
+        beside = {one["name"]: [Beside(item["name"], _size(item["bytes"]), item["at_least"]) for item in one["beside"]]
+                  for one in doc["kernels"]}  # fmt: skip
+        render(doc)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"a damaged {SCHEMA} document: {type(error).__name__} {error}", where=where,
                          todo="give what aot_bench --json wrote") from error  # fmt: skip
-    return kernels, beside
+    return doc, kernels, beside
+
+
+def _kernel_of(one: Mapping[str, Any]) -> Kernel:
+    return Kernel(
+        one["name"], one["status"], one["compile_seconds"], **{field: _size(one[field]) for field in _SIZES},
+        told_peak_bytes=_size(one["peak_bytes"]) if one["peak_source"] == "compiler" else None, flops=one["flops"],
+        bytes_accessed=one["bytes_accessed"], shortages=[_shortage_of(told) for told in one["shortages"]],
+        error=one["error"], buffers=one["largest_buffers"], notes=one["notes"],
+        extra={field: one[field] for field in _EXTRA if field in one},
+    )  # fmt: skip
 
 
 def _shortage_of(told: Mapping[str, Any]) -> Shortage:
@@ -361,7 +372,7 @@ def compare(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
     config = _differences(ours.get("config") or None, other.get("config") or None)
     return {"kernels": rows, "topology": {"this": ours.get("topology"), "other": other.get("topology")},
             "flags": _differences(_flags(ours), _flags(other)), "config": config,
-            "fits": {"this": ours["fits"], "other": other["fits"]}}  # fmt: skip
+            "fits": {"this": ours["fits"], "other": other.get("fits")}}  # fmt: skip
 
 
 def _flags(doc: Mapping[str, Any]) -> dict[str, str] | None:

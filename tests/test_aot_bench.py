@@ -292,6 +292,13 @@ def test_doubt_is_said_where_the_sum_does_not_fit():
     assert "in doubt" in found.reasons[0] and "11.50 GiB" in found.reasons[0]
 
 
+def test_doubt_is_said_where_only_vmem_is_too_much():
+    """1 + 1 - 1 + 8 = 9 GiB of HBM buffers fit 10; 11 GiB of HBM and vmem do not."""
+    found = aot_memory.verdict([kernel("fwd_bwd", 8.0, told_peak_bytes=11 * GIB)], {}, 10 * GIB)
+    assert found.fits is False
+    assert "in doubt" in found.reasons[-1] and "9.00 GiB, and that fits" in found.reasons[-1]
+
+
 def test_what_stays_beside_each_kernel():
     resident = {
         "optimizer_bytes": 30,
@@ -710,18 +717,30 @@ def test_an_earlier_prediction_is_judged_by_the_options_given_now(run, tmp_path,
     assert run("--prediction", "a.json", "--json", *options) == expected
 
 
+GONE = object()
+
+
+@pytest.mark.parametrize("options", [(), ("--hbm-gib", "5")])
 @pytest.mark.parametrize(
-    "damage", [{"argument_bytes": "9"}, {"beside": 3}, {"shortages": [{"space": "HBM"}]}, {"status": None}]
-)
-def test_a_damaged_prediction_is_not_judged(run, tmp_path, damage):
+    "damage",
+    [{"argument_bytes": "9"}, {"beside": 3}, {"shortages": [{"space": "HBM"}]}, {"status": GONE}, {"notes": GONE},
+     {"flops": "x"}, {"largest_buffers": [{}]}, {"name": []}, {"peak_bytes": 10**400}],
+)  # fmt: skip
+def test_a_damaged_prediction_is_one_line(run, tmp_path, damage, options):
     doc = stored(run, tmp_path, "a.json")
-    if damage.get("status", 0) is None:
-        del doc["kernels"][1]["status"]
-    else:
-        doc["kernels"][1].update(damage)
+    changed = {**doc["kernels"][1], **damage}
+    doc["kernels"][1] = {key: value for key, value in changed.items() if value is not GONE}
     (tmp_path / "a.json").write_text(json.dumps(doc))
-    code, out, err = run("--prediction", "a.json", "--hbm-gib", "5")
-    assert (code, out) == (2, "") and "a damaged aot-bench/1 document" in err and err.count("\n") == 1
+    code, out, err = run("--prediction", "a.json", *options)
+    assert (code, out) == (2, "") and "aot-bench/1 document" in err and err.count("\n") == 1
+
+
+def test_a_comparison_needs_only_the_fields_it_shows(run, tmp_path):
+    stored(run, tmp_path, "a.json")
+    other = {"schema": "aot-bench/1", "kernels": [{"name": "update", "peak_bytes": 5 * GIB}]}
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    code, out, _ = run("--prediction", "a.json", "--compare", "b.json")
+    assert code == 0 and ["update", "peak", "6.000", "5.000", "+1.000"] in [line.split() for line in out.splitlines()]
 
 
 def test_overlap_of_a_predictions_hlo(run, tmp_path):
@@ -1141,6 +1160,7 @@ def test_the_text_of_a_compile_is_narrow_and_the_same_every_time(run, monkeypatc
         and "P(None, 'fsdp')" in first
     )
     assert "loss and payload are tunix_standin's" in " ".join(first.split())
+    assert "the compiler's own figure, which counts vmem too" in " ".join(first.split())  # 0.435 of 0.277 GiB: update
 
 
 def test_moe_with_forced_routing_for_v7x(run, monkeypatch):
