@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,18 +89,24 @@ def read_launch(options: argparse.Namespace) -> Launch:
     slice_text = options.slice or slice_text
     if not slice_text:
         raise BenchError("no slice in this input", todo="give --slice TYPE:TOPOLOGY, such as tpu7x:4x4x8")
-    env = dict(edit_list(env.items(), _of(edits, "env"), lambda item: item[0], lambda edit: (edit.key, edit.value)))
-    keys = edit_list(list_tokens(env.get("MAXTEXT_EXTRA_FLAGS", "")), _of(edits, "maxtext"), _key, _pair)
-    libtpu = edit_list(env.pop("LIBTPU_INIT_ARGS", "").split(), _of(edits, "libtpu"), _key, _flag)
+    env = dict(_edited(env.items(), edits, "env", lambda item: item[0], lambda edit: (edit.key, edit.value)))
+    keys = _edited(list_tokens(env.get("MAXTEXT_EXTRA_FLAGS", "")), edits, "maxtext", _key, _pair)
+    libtpu = _edited(env.pop("LIBTPU_INIT_ARGS", "").split(), edits, "libtpu", _key, _flag)
     env["MAXTEXT_EXTRA_FLAGS"] = " ".join(keys)
     topology, target = find_topology(slice_text)
-    return Launch(edit_list(trainer, _of(edits, "trainer-arg"), _key, _flag),
-                  edit_list(orch, _of(edits, "orch-arg"), _key, _flag), env, libtpu, topology,
-                  target.devices_per_slice, target)  # fmt: skip
+    return Launch(_edited(trainer, edits, "trainer-arg", _key, _flag), _edited(orch, edits, "orch-arg", _key, _flag),
+                  env, libtpu, topology, target.devices_per_slice, target)  # fmt: skip
 
 
-def _of(edits: Sequence[Edit], kind: str) -> list[Edit]:
-    return [edit for edit in edits if edit.kind == kind]
+def _edited(items: Iterable[Any], edits: Sequence[Edit], kind: str, key_of: Any, make: Any) -> list[Any]:
+    """Return a list with the edits of a kind applied; say which of them change nothing, as render_bench does."""
+    now = list(items)
+    for edit in edits:
+        if edit.kind == kind:
+            before, now = now, edit_list(now, [edit], key_of, make)
+            if now == before:
+                complain("aot_bench", f"--{kind} {edit.key} changes nothing: it is so already")
+    return now
 
 
 def _key(word: str) -> str:

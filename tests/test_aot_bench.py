@@ -998,6 +998,15 @@ def test_edits_reach_argv_and_slice():
     assert (launch.topology, launch.devices, launch.env["FLOAT32_LOGITS"]) == ("v5e-4", 4, "true")
 
 
+def test_an_edit_that_changes_nothing_is_said(capsys):
+    launch_of("--trainer-argv", TRAINER, "--orch-argv", ORCH, "--slice", "v5e-4", "--maxtext-unset", "typo",
+              "--trainer-arg", "mesh_fsdp=4", "--libtpu", "--xla_a=1", "--libtpu-unset", "xla_a")  # fmt: skip
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"aot_bench: --{edit} changes nothing: it is so already" for edit in ("maxtext typo", "trainer-arg mesh_fsdp")
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "topology", "devices"),
     [
