@@ -1,6 +1,7 @@
 """aot_bench: what it reads, what it decides, how its children may end; and, marked slow, real compiles.
 
-The stored files under tests/data/aot are what real runs of libtpu 0.0.52 and MaxText 0.2.5 wrote. Expected numbers are
+The stored files under tests/data/aot are what real runs of libtpu 0.0.52 and MaxText 0.2.5 wrote (where a child of its
+own lowered what was not compiled, its answer stands with the first child's, which does that now). Expected numbers are
 worked out in the comments beside them, not taken from the tool. Run: pytest tests/test_aot_bench.py -m "not slow"
 """
 
@@ -1236,7 +1237,9 @@ REAL_DENSE = (
     "--trainer-argv", "--trainer_backend=maxtext --maxtext_model_name=qwen3-0.6b --mesh_fsdp=4 --max_prompt_length=128 "
     "--max_response_length=384 --train_micro_batch_size=4 --maxtext_attention=flash --remat_policy=full --compute_logps_chunk_size=128",
     "--orch-argv", "--batch_size=4 --num_generations=4 --beta=0.04", "--slice", "tpuv5e:2x2",
-    "--maxtext", "override_model_config=true", "--maxtext", "base_num_decoder_layers=2", "--maxtext", "vocab_size=32768",
+    "--maxtext", "override_model_config=true", "--maxtext", "base_num_decoder_layers=2", "--maxtext", "base_emb_dim=256",
+    "--maxtext", "base_mlp_dim=512", "--maxtext", "base_num_query_heads=4", "--maxtext", "base_num_kv_heads=2",
+    "--maxtext", "vocab_size=2048",
 )  # fmt: skip
 MOE_KEYS = (
     "override_model_config=true base_emb_dim=1024 base_mlp_dim=128 base_moe_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=2 "
@@ -1245,10 +1248,10 @@ MOE_KEYS = (
     "megablox=true use_ring_of_experts=true use_ragged_sort=true ragged_buffer_factor=2.0 num_moe_token_chunks=1 use_custom_sort_vjp=false"
 )
 REAL_MOE = (
-    "--trainer-argv", "--trainer_backend=maxtext --maxtext_model_name=qwen3.5-35b-a3b --mesh_fsdp=4 --mesh_expert=2 --max_prompt_length=256 "
-    "--max_response_length=768 --max_seq_token_per_tpu=1024 --train_micro_batch_size=8 --maxtext_attention=flash --compute_logps_chunk_size=256 "
+    "--trainer-argv", "--trainer_backend=maxtext --maxtext_model_name=qwen3.5-35b-a3b --mesh_fsdp=4 --mesh_expert=2 --max_prompt_length=128 "
+    "--max_response_length=384 --max_seq_token_per_tpu=512 --train_micro_batch_size=8 --maxtext_attention=flash --compute_logps_chunk_size=128 "
     "--remat_policy=full --trainable_parameters_mask=^(?!.*routed_experts/gate/kernel).*",
-    "--orch-argv", "--batch_size=4 --num_generations=4 --max_segments_per_packed_row=4 --no-use_rollout_logps --max_seq_token_per_tpu=1024",
+    "--orch-argv", "--batch_size=4 --num_generations=4 --max_segments_per_packed_row=4 --no-use_rollout_logps --max_seq_token_per_tpu=512",
     "--slice", "tpu7x:2x2x1", *(word for key in MOE_KEYS.split() for word in ("--maxtext", key)),
 )  # fmt: skip
 
@@ -1296,8 +1299,9 @@ def test_real_dense_model_for_v5e(dense_run):
     _, doc, err, folder = dense_run
     update, first, _ = doc["kernels"]
     assert [update["status"], first["status"]] == ["compiled", "compiled"]
-    assert update["alias_bytes"] == pytest.approx(doc["resident"]["train_state_bytes"], rel=0.01)
-    assert first["logical_argument_bytes"] == pytest.approx(first["argument_bytes"], rel=0.01)
+    # The device pads the norms' scales, and with a model this small they count.
+    assert update["alias_bytes"] == pytest.approx(doc["resident"]["train_state_bytes"], rel=0.03)
+    assert first["logical_argument_bytes"] == pytest.approx(first["argument_bytes"], rel=0.05)
     files = sorted(path.name for path in (folder / "hlo").iterdir())
     assert files == [f"fwd_bwd.v5e-4.{doc['config_sha256']}.hlo.txt", f"update.v5e-4.{doc['config_sha256']}.hlo.txt"]
     assert "is_scheduled=true" in (folder / first["hlo_file"]).read_text()[:2000]
@@ -1335,13 +1339,9 @@ def test_real_moe_with_ring_of_experts_for_v7x(compiler, tmp_path):
 @pytest.mark.slow
 def test_real_shortage_of_memory(compiler):
     big = (
-        "--trainer-arg",
-        "max_response_length=32640",
-        "--trainer-arg",
-        "train_micro_batch_size=64",
-        "--trainer-arg",
-        "compute_logps_chunk_size=0",
-    )
+        "--trainer-arg", "max_response_length=32640", "--trainer-arg", "train_micro_batch_size=64",
+        "--trainer-arg", "compute_logps_chunk_size=0", "--maxtext", "vocab_size=32768",
+    )  # fmt: skip
     code, out, err = compiler(*REAL_DENSE, *big, "--kernels", "fwd_bwd", "--json")
     kernel = next(k for k in json.loads(out)["kernels"] if k["name"] == "fwd_bwd")
     assert code == 1 and kernel["status"] == "out of memory", err
