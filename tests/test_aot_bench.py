@@ -1066,6 +1066,48 @@ def test_a_misspelt_flag_is_one_line(monkeypatch, run):
     assert code == 2 and out == "" and "Unknown command line flag 'xla_tpu_no_such_flag'" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), {"update": ["update"], "fwd_bwd": ["fwd_bwd"], "fwd_bwd_accum": ["fwd_bwd_accum"]}),
+        (("--kernels", "fwd_bwd"), {"fwd_bwd": ["fwd_bwd", "update", "fwd_bwd_accum"]}),
+        (("--kernels", "fwd_bwd,update"), {"update": ["update", "fwd_bwd_accum"], "fwd_bwd": ["fwd_bwd"]}),
+        (("--lower-only",), {"lowered": ["update", "fwd_bwd", "fwd_bwd_accum"]}),
+    ],
+)
+def test_the_first_child_lowers_what_no_child_compiles(argv, expected):
+    options = aot_bench.build_parser().parse_args(argv)
+    jobs = aot_launch.make_jobs(aot_launch.Launch([], [], {}, [], "v5e-4", 4), aot_launch.Flags({}, []), options)
+    assert {name: job["kernels"] for name, job in jobs.items()} == expected
+    assert [job.get("compile") for job in jobs.values()] == [None if name == "lowered" else name for name in expected]
+
+
+def test_a_child_compiles_one_of_the_kernels_it_lowers(monkeypatch):
+    import argparse
+
+    import aot_compile
+
+    arguments = argparse.Namespace(of=lambda kernel: kernel)
+    for name, answer in (
+        ("build", lambda job: argparse.Namespace(engine="engine", payload="payload")),
+        ("lower", lambda engine, payload, kernels: ({kernel: f"lowered {kernel}" for kernel in kernels}, arguments)),
+        ("describe_lowered", lambda built, lowered, arguments, seconds: {"event": "lowered", "kernels": list(lowered)}),
+        (
+            "compile_kernel",
+            lambda engine, lowered, *rest: {"event": "result", "buffers": [{"op_name": "a"}], "of": lowered},
+        ),
+        ("shardings_by_name", lambda kernel: {"a": f"of {kernel}"}),
+    ):
+        monkeypatch.setattr(aot_compile, name, answer)
+    said = []
+    job = {"do": "compile", "compile": "fwd_bwd", "kernels": ["fwd_bwd", "update"], "options": {}, "dump_dir": "",
+           "hlo_file": None}  # fmt: skip
+    aot_compile.serve(job, said.append, lambda: True)
+    assert [event["event"] for event in said] == ["built", "lowered", "result"]
+    assert said[1]["kernels"] == ["fwd_bwd", "update"] and said[2]["of"] == "lowered fwd_bwd"
+    assert said[2]["buffers"] == [{"op_name": "a", "sharding": "of fwd_bwd"}]
+
+
 def test_a_router_that_still_decides_is_refused():
     import argparse
 
