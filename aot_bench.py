@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import sys
@@ -42,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aot_report
-from aot_memory import CAPACITIES, GIB, KERNELS, Kernel, capacity_of, find_shortages, take_statistics, verdict
+from aot_memory import CAPACITIES, GIB, KERNELS, Beside, Kernel, capacity_of, find_shortages, take_statistics, verdict
 from bench_common import (
     EXIT_CANNOT,
     EXIT_DIFFERENT,
@@ -86,9 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     launch("--orch-argv", metavar="WORDS", help="the orchestrator's flags, instead of a render's")
     launch("--slice", metavar="TYPE:TOPOLOGY", help="tpu7x:4x4x8 (also MaxText's tpu7x-256), instead of the render's")
     parser.set_defaults(edits=[])
-    for kind, metavar in (("maxtext", "KEY=VALUE"), ("libtpu", "FLAG=VALUE"), ("trainer-arg", "FLAG[=VALUE]"),
-                          ("orch-arg", "FLAG[=VALUE]"), ("env", "NAME=VALUE")):  # fmt: skip
-        launch(f"--{kind}", action=_Edit, metavar=metavar, help=f"set a {kind} flag; repeatable, the last one counts")
+    for kind, metavar, what in (
+        ("maxtext", "KEY=VALUE", "a key of MAXTEXT_EXTRA_FLAGS"),
+        ("libtpu", "FLAG=VALUE", "a libtpu flag"),
+        ("trainer-arg", "FLAG[=VALUE]", "a flag of the trainer"),
+        ("orch-arg", "FLAG[=VALUE]", "a flag of the orchestrator"),
+        ("env", "NAME=VALUE", "a variable"),
+    ):
+        launch(f"--{kind}", action=_Edit, metavar=metavar, help=f"set {what}; repeatable, the last one counts")
         if kind != "env":
             launch(f"--{kind}-unset", action=_Edit, metavar=metavar[:4].rstrip("=["), help="remove it")
     launch("--routing-load", choices=("uniform", "none"), default="uniform",
@@ -104,7 +108,7 @@ def _add_compile_options(add: Any) -> None:
         help=f"compile these, lower the others (default: {','.join(KERNELS)})")  # fmt: skip
     add("--lower-only", action="store_true", help="compile nothing: config, mesh, lowering and exact state bytes")
     add("--jobs", type=_count, default=1, metavar="N", help="compile N kernels side by side (default: 1)")
-    add("--timeout", type=float, metavar="SECONDS", help="give a kernel up after this long (default: never)")
+    add("--timeout", type=_seconds, metavar="SECONDS", help="give a kernel up after this long (default: never)")
     add("--hlo-dir", metavar="DIR", help="keep the optimized HLO text of each kernel there")
     add("--log-dir", metavar="DIR", help="keep what MaxText and libtpu printed there")
     add("--overlap", action="store_true", help="also say which collectives are hidden (hlo_overlap)")
@@ -115,7 +119,7 @@ def _add_report_options(add: Any) -> None:
     add("--prediction", metavar="FILE.json", help="take an earlier aot-bench/1 document instead of compiling")
     add("--hbm-gib", "--cap-gib", type=_gib, metavar="G",
         help="usable HBM per JAX device (default: by the slice's TPU type)")  # fmt: skip
-    add("--reserve-gib", type=_gib, default=0.0, metavar="G", help="keep this much free (default: 0)")
+    add("--reserve-gib", type=_gib, metavar="G", help="keep this much free (default: 0)")
     add("--measured", metavar="RESULT.json", help="compare with the peak that a driver run reported")
     add("--compare", metavar="OTHER.json", help="an earlier aot-bench/1 document, side by side")
     add("--top", type=_count, default=5, metavar="N", help="list the N largest buffers (default: 5)")
@@ -137,6 +141,16 @@ def _gib(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"a size in GiB expected, got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"seconds above 0 expected, got {text!r}")
     return value
 
 
@@ -168,11 +182,11 @@ def _say(line: str) -> None:
     complain(TOOL, line)
 
 
-def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str, Any], bool]:
+def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str, Any]]:
     """Compile a launch's kernels in child processes.
 
     Returns:
-      kernels, the rest of the document, and whether everything that was asked for came about.
+      kernels and the rest of the document.
 
     Raises:
       BenchError: the launch cannot be read or planned, or libtpu refuses a flag.
@@ -182,6 +196,7 @@ def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str,
 
     launch = aot_launch.read_launch(options)
     aot_launch.check_plan(launch, options)
+    make_folders(options)
     with tempfile.TemporaryDirectory(prefix="aot_bench_") as work_dir:
         with _kept_logs(work_dir, options.log_dir):
             flags = aot_launch.check_flags(launch, work_dir, options.timeout)
@@ -192,32 +207,47 @@ def compile_launch(options: argparse.Namespace) -> tuple[list[Kernel], dict[str,
     return collect(launch, flags, outcomes, options)
 
 
+def make_folders(options: argparse.Namespace) -> None:
+    """Make the folders that the options name, before anything takes minutes.
+
+    Raises:
+      BenchError: one cannot be made or written, or the one of --out is not there.
+    """
+    try:
+        for folder in filter(None, (options.hlo_dir, options.log_dir)):
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        if options.out:
+            folder = os.path.dirname(os.path.abspath(options.out))
+            os.stat(folder)
+    except OSError as error:
+        raise BenchError(f"cannot write: {error.strerror}", where=folder, todo="choose a writable place") from error
+
+
 @contextlib.contextmanager
 def _kept_logs(work_dir: str, log_dir: str | None) -> Any:
     """Copy what the children wrote (stderr, events) to --log-dir at the end, whatever the end is."""
     try:
         yield
     finally:
-        if log_dir:
-            os.makedirs(log_dir, exist_ok=True)
-            for child in sorted(os.listdir(work_dir)):
-                for name in ("stderr.log", "events.jsonl"):
-                    kept = os.path.join(work_dir, child, name)
-                    if os.path.exists(kept):
-                        write_whole(os.path.join(log_dir, f"{child}.{name}"), read_bytes(kept))
+        for child in sorted(os.listdir(work_dir)) if log_dir else ():
+            for name in ("stderr.log", "events.jsonl"):
+                kept = os.path.join(work_dir, child, name)
+                if os.path.exists(kept):
+                    write_whole(os.path.join(log_dir, f"{child}.{name}"), read_bytes(kept))
 
 
 def collect(
     launch: Any, flags: Any, outcomes: Sequence[Any], options: argparse.Namespace
-) -> tuple[list[Kernel], dict[str, Any], bool]:  # fmt: skip
+) -> tuple[list[Kernel], dict[str, Any]]:
     """Turn the children's outcomes into kernels and the rest of the document."""
     import aot_launch
 
     told = next((outcome.event("lowered") for outcome in outcomes if outcome.event("lowered")), {})
     kernels = {kernel.name: kernel for outcome in outcomes for kernel in kernels_of(outcome, told)}
-    for name in kernels if options.hlo_dir else ():
+    for name, kernel in kernels.items() if options.hlo_dir else ():
         path = os.path.join(options.hlo_dir, aot_launch.hlo_name(launch, flags, name))
-        kernels[name].extra["hlo_file"] = path if os.path.exists(path) else None
+        kernel.extra["hlo_file"] = path if kernel.status == "compiled" else None
     if not told:
         refused = next((outcome for outcome in outcomes if outcome.result), None)
         error = refused.result["error"] if refused else outcomes[0].error
@@ -229,29 +259,35 @@ def collect(
         "flags": {"compiler_options": flags.options, "libtpu_init_args": flags.init_args},
         "not_the_same_program": told.get("not_the_same_program"), "notes": notes_of(told),
     }  # fmt: skip
-    ordered = [kernels[name] for name in KERNELS if name in kernels]
-    return ordered, rest, all(kernel.status != "failed" for kernel in ordered)
+    lost = "not lowered: the process that was to do it ended before"
+    return [kernels.get(name) or Kernel(name, "failed", error=lost) for name in KERNELS], rest
 
 
 def kernels_of(outcome: Any, told: Mapping[str, Any]) -> list[Kernel]:
-    """Return the kernels of one child: one compiled, out of memory or failed; or all that it lowered."""
-    lowered, result = outcome.event("lowered").get("kernels", {}), outcome.result
-    if result is not None and result["status"] == "lowered":
-        return [Kernel(name, "lowered", argument_bytes=one["argument_bytes"], extra=_extra(one))
-                for name, one in lowered.items()]  # fmt: skip
-    kernel = Kernel(outcome.name, extra=_extra(lowered.get(outcome.name, {})))
+    """Return the kernels of one child: the one it was to compile, and what else it lowered."""
+    lowered = outcome.event("lowered").get("kernels", {})
+    others = [Kernel(name, "lowered", argument_bytes=one["argument_bytes"], extra=_extra(one))
+              for name, one in lowered.items() if name != outcome.name]  # fmt: skip
+    if outcome.name not in KERNELS:  # a child that only lowers
+        return others
+    return [compiled_kernel(outcome, lowered.get(outcome.name, {}), told), *others]
+
+
+def compiled_kernel(outcome: Any, lowered: Mapping[str, Any], told: Mapping[str, Any]) -> Kernel:
+    """Return the kernel that a child was to compile: compiled, out of memory or failed."""
+    kernel, result = Kernel(outcome.name, extra=_extra(lowered)), outcome.result
     text = outcome.error if result is None else result.get("error")
     if text is not None:
         kernel.shortages = find_shortages(text)
         kernel.status = "out of memory" if kernel.shortages or "RESOURCE_EXHAUSTED" in text else "failed"
         kernel.error = " ".join(text.split())[:600]
         kernel.buffers = with_savings(result or {}, told) if kernel.shortages else []
-        return [kernel]
+        return kernel
     kernel.compile_seconds = result["seconds"]
     take_statistics(kernel, result["statistics"])
     kernel.flops, kernel.bytes_accessed = result["flops"], result["bytes_accessed"]
     kernel.buffers = with_savings(result, told)
-    return [kernel]
+    return kernel
 
 
 def with_savings(result: Mapping[str, Any], told: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -305,7 +341,7 @@ def summarize(options: argparse.Namespace) -> tuple[list[Kernel], dict[str, Any]
     import aot_log
 
     log = aot_log.read_log(read_text(options.summarize), shown_name(options.summarize))
-    rest = {"topology": log.topology, "config": log.config or None, "notes": log.notes,
+    rest = {"topology": options.slice or log.topology, "config": log.config or None, "notes": log.notes,
             "beside": aot_log.beside_of_log(log.kernels)}  # fmt: skip
     if rest["beside"]:
         rest["notes"].append("a log tells what stays beside a kernel only from below: the optimizer state that is not "
@@ -313,26 +349,42 @@ def summarize(options: argparse.Namespace) -> tuple[list[Kernel], dict[str, Any]
     return log.kernels, rest
 
 
-def make_document(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Return the document, and whether everything asked for came about."""
+def make_document(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the document: of a compile, of a log, or an earlier one, judged again where the options say how."""
     if options.prediction:
-        doc = aot_report.check_document(_load(options.prediction), shown_name(options.prediction))
-        return dict(doc), all(kernel.get("status") != "failed" for kernel in doc["kernels"])
-    if options.summarize:
-        (kernels, rest), whole = summarize(options), True
-    else:
-        kernels, rest, whole = compile_launch(options)
-    beside = rest.pop("beside", None)
+        doc, kernels, beside = aot_report.read_document(_load(options.prediction), shown_name(options.prediction))
+        if options.hbm_gib is None and options.reserve_gib is None:
+            return dict(doc)
+        return judge(kernels, beside, doc, options)
+    kernels, rest = summarize(options) if options.summarize else compile_launch(options)
+    beside = rest.get("beside")
     if beside is None:
         beside = aot_report.beside_of_state(rest["resident"], kernels)
-    capacity = capacity_of(rest["topology"]) if rest.get("topology") else None
-    rest["devices_per_chip"] = capacity.devices_per_chip if capacity else None
-    usable = capacity.usable_gib if capacity else None
+    return judge(kernels, beside, {"source": "log" if options.summarize else "compile", **rest}, options)
+
+
+def judge(
+    kernels: Sequence[Kernel], beside: Mapping[str, Sequence[Beside]], rest: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the document of kernels, held against the HBM of --hbm-gib, of `rest`, of the slice or of the compiler."""
+    by_type = capacity_of(rest["topology"]) if rest.get("topology") else None
+    named = (one.available_bytes for kernel in kernels for one in kernel.shortages
+             if one.space == "HBM" and one.when == "compile")  # fmt: skip
     if options.hbm_gib is not None:
-        usable, capacity, rest["capacity_source"] = options.hbm_gib, None, "--hbm-gib"
-    limit = None if usable is None else round(usable * GIB)
-    found = verdict(kernels, beside, limit, round(options.reserve_gib * GIB))
-    return aot_report.document(found, capacity, "log" if options.summarize else "compile", rest), whole
+        usable, source = round(options.hbm_gib * GIB), "--hbm-gib"
+    elif rest.get("capacity_bytes") is not None:
+        usable, source = rest["capacity_bytes"], rest.get("capacity_source")
+    elif by_type:
+        usable, source = round(by_type.usable_gib * GIB), by_type.source
+    else:
+        usable = next((count for count in named if count is not None), None)
+        source = None if usable is None else "as the compiler named it"
+    reserve = rest.get("reserve_bytes") or 0
+    if options.reserve_gib is not None:
+        reserve = round(options.reserve_gib * GIB)
+    facts = {**rest, "capacity_source": source, "devices_per_chip": by_type.devices_per_chip if by_type else None}
+    return aot_report.document(verdict(kernels, beside, usable, reserve), facts)
 
 
 def _load(path: str) -> Any:
@@ -342,17 +394,23 @@ def _load(path: str) -> Any:
         raise BenchError(f"not JSON: {error}", where=shown_name(path), todo="give what a --json run wrote") from error
 
 
-def overlap(doc: Mapping[str, Any], as_json: bool) -> Any:
-    """Run hlo_overlap on the kernels' HLO files; return its JSON document or its text, None where it has no answer."""
+def overlap(doc: Mapping[str, Any], style: str) -> tuple[dict[str, Any] | None, str]:
+    """Return hlo_overlap's document on the kernels' HLO files, and its report; None where it has no answer."""
     import hlo_overlap
+    import hlo_report
 
     files = [kernel["hlo_file"] for kernel in doc["kernels"] if kernel.get("hlo_file")]
     if not files:
-        return None
-    with contextlib.redirect_stdout(io.StringIO()) as captured:
-        hlo_overlap.main([*files, *(["--json"] if as_json else [])])
-    answer = captured.getvalue()
-    return json.loads(answer) if answer and as_json else answer or None
+        return None, "no HLO to look at"
+    args = hlo_overlap.build_parser().parse_args([*files, "--format", style])
+    try:
+        answers = [found for file in files for found in hlo_overlap.read_answers(file, args)]
+    except BenchError as error:
+        complain(TOOL, str(error))
+        return None, "no HLO that can be read"
+    modules = [hlo_report.module_json(found) for found in answers]
+    text = "\n".join(hlo_report.render(found, style, args.top, hlo_overlap.WIDTH) for found in answers)
+    return {"schema": hlo_overlap.SCHEMA, "modules": modules}, text
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -367,7 +425,7 @@ def _run(options: argparse.Namespace) -> int:
     if other is not None:
         aot_report.check_document(other, shown_name(options.compare))
     result = _load(options.measured) if options.measured else None
-    doc, whole = make_document(options)
+    doc = make_document(options)
     text = []
     if result is not None:
         doc["measured"] = aot_report.measured_document(doc, result, shown_name(options.measured))
@@ -376,26 +434,29 @@ def _run(options: argparse.Namespace) -> int:
         doc["compared"] = aot_report.compare(doc, other)
         text += aot_report.compare_lines(doc["compared"], options.format)
     if options.overlap:
-        doc["overlap"] = overlap(doc, options.format == "json")
-        text += ["", (doc["overlap"] or "no HLO to look at").rstrip()] if options.format != "json" else []
-    if options.out:
-        write_whole(options.out, dump_json(doc))
+        doc["overlap"], report = overlap(doc, "markdown" if options.format == "markdown" else "text")
+        text += ["", report.rstrip()]
     if options.format == "json":
         emit(dump_json(doc))
     else:
         emit(aot_report.render(doc, options.format, options.top) + "".join(f"{line}\n" for line in text))
-    return exit_code(doc, whole)
+    if options.out:  # printed first: what took an hour is not lost with a full disk
+        write_whole(options.out, dump_json(doc))
+    return exit_code(doc)
 
 
-def exit_code(doc: Mapping[str, Any], whole: bool) -> int:
-    """Return 1 where something does not fit, 2 where something is missing, else 0."""
+def exit_code(doc: Mapping[str, Any]) -> int:
+    """Return 1 where something does not fit, 2 where something is missing, else 0.
+
+    A kernel that was only lowered is not missing: --lower-only and --kernels asked for that.
+    """
     if doc["fits"] is False:
         return EXIT_DIFFERENT
     if doc["capacity_bytes"] is None:
         known = ", ".join(CAPACITIES)
         complain(TOOL, f"no verdict: usable HBM is not known; give --cap-gib (there is a figure for {known})")
         return EXIT_CANNOT
-    if not whole:
+    if any(kernel.get("total_bytes") is None for kernel in doc["kernels"]):
         complain(TOOL, f"no verdict: {'; '.join(doc['reasons'])[:300]}")
         return EXIT_CANNOT
     return EXIT_OK

@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,18 +89,24 @@ def read_launch(options: argparse.Namespace) -> Launch:
     slice_text = options.slice or slice_text
     if not slice_text:
         raise BenchError("no slice in this input", todo="give --slice TYPE:TOPOLOGY, such as tpu7x:4x4x8")
-    env = dict(edit_list(env.items(), _of(edits, "env"), lambda item: item[0], lambda edit: (edit.key, edit.value)))
-    keys = edit_list(list_tokens(env.get("MAXTEXT_EXTRA_FLAGS", "")), _of(edits, "maxtext"), _key, _pair)
-    libtpu = edit_list(env.pop("LIBTPU_INIT_ARGS", "").split(), _of(edits, "libtpu"), _key, _flag)
+    env = dict(_edited(env.items(), edits, "env", lambda item: item[0], lambda edit: (edit.key, edit.value)))
+    keys = _edited(list_tokens(env.get("MAXTEXT_EXTRA_FLAGS", "")), edits, "maxtext", _key, _pair)
+    libtpu = _edited(env.pop("LIBTPU_INIT_ARGS", "").split(), edits, "libtpu", _key, _flag)
     env["MAXTEXT_EXTRA_FLAGS"] = " ".join(keys)
     topology, target = find_topology(slice_text)
-    return Launch(edit_list(trainer, _of(edits, "trainer-arg"), _key, _flag),
-                  edit_list(orch, _of(edits, "orch-arg"), _key, _flag), env, libtpu, topology,
-                  target.devices_per_slice, target)  # fmt: skip
+    return Launch(_edited(trainer, edits, "trainer-arg", _key, _flag), _edited(orch, edits, "orch-arg", _key, _flag),
+                  env, libtpu, topology, target.devices_per_slice, target)  # fmt: skip
 
 
-def _of(edits: Sequence[Edit], kind: str) -> list[Edit]:
-    return [edit for edit in edits if edit.kind == kind]
+def _edited(items: Iterable[Any], edits: Sequence[Edit], kind: str, key_of: Any, make: Any) -> list[Any]:
+    """Return a list with the edits of a kind applied; say which of them change nothing, as render_bench does."""
+    now = list(items)
+    for edit in edits:
+        if edit.kind == kind:
+            before, now = now, edit_list(now, [edit], key_of, make)
+            if now == before:
+                complain("aot_bench", f"--{kind} {edit.key} changes nothing: it is so already")
+    return now
 
 
 def _key(word: str) -> str:
@@ -173,7 +179,7 @@ def find_topology(text: str) -> tuple[str, Any]:
     """Return MaxText's compile_topology name of a slice, and its characteristics.
 
     Args:
-      text: `tpu7x:4x4x8` as launchers write it, or MaxText's own `tpu7x-256`.
+      text: `tpu7x:4x4x8` or `tpuv5e:2x2` as launchers write it, libtpu's `v5e:2x2`, or MaxText's own `tpu7x-256`.
 
     Raises:
       BenchError: a malformed slice, or one that MaxText has no topology for.
@@ -183,11 +189,13 @@ def find_topology(text: str) -> tuple[str, Any]:
         return text, known[text]
     if ":" not in text:
         raise BenchError(f"--slice {text}: not known to MaxText", todo="write it like tpu7x:4x4x8 or tpu7x-256")
+    by_libtpu = {spec.topology_name: topology for topology, spec in reversed(known.items())}  # the first name wins
+    if (topology := by_libtpu.get(text.replace("v5p:", "v5:"))) is not None:
+        return topology, known[topology]
     wanted = parse_slice(text)
     name = f"{LIBTPU_TYPES.get(wanted.tpu.pathways)}:{wanted.topology}"
-    for topology, spec in known.items():
-        if spec.topology_name == name:
-            return topology, spec
+    if name in by_libtpu:
+        return by_libtpu[name], known[by_libtpu[name]]
     kind = next((topology.partition("-")[0] for topology, spec in known.items()
                  if spec.topology_name.partition(":")[0] == name.partition(":")[0]), "")  # fmt: skip
     some = [spec.topology_name.partition(":")[2] for topology, spec in known.items() if topology.startswith(kind + "-")]
@@ -277,7 +285,11 @@ def _toy(launch: Launch, flags: Flags, work_dir: str, name: str, timeout: float 
 
 
 def make_jobs(launch: Launch, flags: Flags, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the children's jobs by name, cheapest first: each kernel to compile, then the rest to lower in one."""
+    """Return the children's jobs by name, cheapest first: a kernel to compile each.
+
+    What is not compiled is lowered by the first of them (importing and building costs more than lowering), or by a
+    child of its own where nothing is compiled.
+    """
     from aot_memory import KERNELS
 
     common = {
@@ -287,16 +299,12 @@ def make_jobs(launch: Launch, flags: Flags, options: argparse.Namespace) -> dict
     }  # fmt: skip
     compiled = () if options.lower_only else options.kernels
     folder = os.path.abspath(options.hlo_dir) if options.hlo_dir else None
-    if folder:
-        os.makedirs(folder, exist_ok=True)
-    jobs = {}
+    jobs, rest = {}, [name for name in KERNELS if name not in compiled]
     for name in compiled:
         file = os.path.join(folder, hlo_name(launch, flags, name)) if folder else None
-        jobs[name] = {**common, "do": "compile", "kernels": [name], "hlo_file": file}
-    rest = [name for name in KERNELS if name not in compiled]
-    if rest:
-        jobs["lowered"] = {**common, "do": "lower", "kernels": rest}
-    return jobs
+        jobs[name] = {**common, "do": "compile", "compile": name, "kernels": [name, *rest], "hlo_file": file}
+        rest = []
+    return jobs or {"lowered": {**common, "do": "lower", "kernels": rest}}
 
 
 def hlo_name(launch: Launch, flags: Flags, kernel: str) -> str:

@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aot_buffers import short_path
-from aot_memory import GIB, Beside, Kernel, find_shortages, read_size, take_statistics
+from aot_memory import GIB, Beside, Kernel, find_shortages, plain_text, read_size, take_statistics
 from bench_common import BenchError
 
 ORDER = ("fwd_bwd", "fwd_bwd_accum", "update")  # in which MaxText's engine compiles, printing only when all are done
 
-_PREFIX = r"^[^\n]{0,160}?"  # glog, ray or a pod's name in front of what was printed
-_HEADER = re.compile(_PREFIX + r"--- (\w+) ---\s*$", re.MULTILINE)
+_HEADER = re.compile(r"^[^\n]{0,160}?--- (\w+) ---\s*$", re.MULTILINE)  # behind a prefix that plain_text leaves
 _COST = re.compile(r"Cost analysis: (.*)")
-_MEMORY = re.compile(r"CompiledMemoryStats\(([^()]*)\)")
-_FIELD = re.compile(r"(\w+)=(-?\d+)")
+_QUOTED = r"\"[^\"\n]*\"|'[^'\n]*'"
+_MEMORY = re.compile(rf"CompiledMemoryStats\(((?:[^()\"']++|{_QUOTED}|\([^()]*\))*+)\)")
+_FIELD = re.compile(rf"{_QUOTED}|(\w+)\s*=\s*(\d+)(?=\s*(?:,|$))")  # what is quoted is no field
+_UNFORMED = re.compile(r"RESOURCE_EXHAUSTED\b[^\n]{0,200}?\b(?:memory|hbm|vmem|smem)\b[^\n]{0,400}", re.IGNORECASE)
 _TOTAL = re.compile(r"Total (?:estimated )?memory size: [\d.]+ GB,[^\n]*")
 _PART = re.compile(r"(Output|Temp|Argument|Host temp) size: ([\d.]+) GB")
 _CONFIG = re.compile(r"Config param (\w+): (.*)")
@@ -49,16 +50,22 @@ class Log:
 
 
 def read_log(text: str, source: str) -> Log:
-    """Read a log.
+    """Read a log, whatever loggers, kubectl and ray put in front of its lines.
 
     Raises:
       BenchError: it tells nothing of any kernel's memory.
     """
+    text = plain_text(text)
     log = Log(config={match[1]: match[2].strip() for match in _CONFIG.finditer(text)})
     log.topology = log.config.get("compile_topology") or None
+    text = _CONFIG.sub("", text)  # whatever a config holds, it is no statistics and no error
     for begin, end, name in _sections(text):
-        log.kernels += _kernels(text[begin:end], name)
-    _add_shortages(text, log)
+        part = text[begin:end]
+        kernels = _kernels(part, name)
+        log.kernels += kernels
+        _add_shortages(part, log, None if kernels else name)
+    if (driver := _DRIVER.search(text)) and log.kernels:
+        log.notes.append(f"the driver's own report: program HBM usage {driver[1]} of {driver[2]}")
     if not log.kernels:
         raise BenchError("no memory analysis and no shortage of memory in this log", where=source,
                          todo="give what maxtext_engine_compile or train_compile printed, stderr too")  # fmt: skip
@@ -78,7 +85,7 @@ def _kernels(part: str, name: str | None) -> list[Kernel]:
     kernels = []
     for index, match in enumerate(_MEMORY.finditer(part)):
         kernel = Kernel(name or ("train_step" if index == 0 else f"train_step {index + 1}"))
-        take_statistics(kernel, {found[1]: int(found[2]) for found in _FIELD.finditer(match[1])})
+        take_statistics(kernel, {found[1]: int(found[2]) for found in _FIELD.finditer(match[1]) if found[1]})
         if index < len(cost):
             kernel.flops, kernel.bytes_accessed = cost[index].get("flops"), cost[index].get("bytes accessed")
         kernels.append(kernel)
@@ -107,19 +114,29 @@ def _cost(text: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _add_shortages(text: str, log: Log) -> None:
+def _add_shortages(part: str, log: Log, name: str | None) -> None:
+    """Put what ran out of memory in a part of a log with the kernel it names, else the one of that name."""
+    shortages = find_shortages(part)
+    unformed = None if shortages else _UNFORMED.search(part)
+    if not shortages and unformed is None:
+        return
     known = {kernel.name: kernel for kernel in log.kernels}
-    for shortage in find_shortages(text):
-        name = shortage.kernel or _unnamed(known)
-        kernel = known.get(name)
-        if kernel is None:
-            kernel = known[name] = Kernel(name)
-            log.kernels.append(kernel)
-        kernel.status = "out of memory"
-        kernel.shortages.append(shortage)
-        kernel.buffers = kernel.buffers or reported_allocations(text)
-    if (driver := _DRIVER.search(text)) and log.kernels:
-        log.notes.append(f"the driver's own report: program HBM usage {driver[1]} of {driver[2]}")
+
+    def out_of_memory(shortage_of: str | None) -> Kernel:
+        kernel_name = shortage_of or name or _unnamed(known)
+        if kernel_name not in known:
+            known[kernel_name] = Kernel(kernel_name)
+            log.kernels.append(known[kernel_name])
+        known[kernel_name].status = "out of memory"
+        return known[kernel_name]
+
+    for shortage in shortages:
+        kernel = out_of_memory(shortage.kernel)
+        if shortage not in kernel.shortages:
+            kernel.shortages.append(shortage)
+        kernel.buffers = kernel.buffers or reported_allocations(part)
+    if unformed is not None:
+        out_of_memory(None).error = unformed[0].strip()
 
 
 def _unnamed(known: Mapping[str, Kernel]) -> str:

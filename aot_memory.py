@@ -26,21 +26,33 @@ class Capacity(NamedTuple):
     source: str
 
 
-# Each is the limit that libtpu 0.0.52 itself names in a CompileTimeHbmOom, provoked for each type.
+# The limits that compile errors name: published ones, and libtpu 0.0.52's own of each type, provoked by asking for
+# 384 GiB (tests/data/aot/oom_by_type.log). They agree but for 0.01 GiB of v6e and v5p; other versions name 15.75 of v3.
 CAPACITIES = {  # by the prefix of MaxText's compile_topology names; devices per chip from jax/_src/tpu_info.py
     "tpu7x": Capacity(94.74, 2, "libtpu 0.0.52's limit; the chip has 192 GiB (cloud.google.com/tpu/docs/tpu7x)"),
-    "v6e": Capacity(31.24, 1, "libtpu 0.0.52's limit; the chip has 32 GiB (cloud.google.com/tpu/docs/v6e)"),
-    "v5p": Capacity(95.73, 1, "libtpu 0.0.52's limit; the chip has 95 GB (cloud.google.com/tpu/docs/v5p)"),
+    "v6e": Capacity(
+        31.25, 1, "compile errors (libtpu 0.0.52: 31.24); the chip has 32 GiB (cloud.google.com/tpu/docs/v6e)"
+    ),
+    "v5p": Capacity(
+        95.74, 1, "compile errors (libtpu 0.0.52: 95.73); the chip has 95 GB (cloud.google.com/tpu/docs/v5p)"
+    ),
     "v5e": Capacity(15.75, 1, "libtpu 0.0.52's limit; the chip has 16 GiB (cloud.google.com/tpu/docs/v5e)"),
     "v4": Capacity(30.75, 1, "libtpu 0.0.52's limit; the chip has 32 GiB (cloud.google.com/tpu/docs/v4)"),
     "v3": Capacity(15.48, 2, "libtpu 0.0.52's limit; the chip has 32 GiB (cloud.google.com/tpu/docs/v3)"),
     "v2": Capacity(7.48, 2, "libtpu 0.0.52's limit; the chip has 16 GiB (cloud.google.com/tpu/docs/v2)"),
 }
+_OTHER_NAMES = {"v5": "v5p", "v5litepod": "v5e", "v5lite": "v5e", "7x": "tpu7x", "v7x": "tpu7x"}
 
 
 def capacity_of(topology: str) -> Capacity | None:
-    """Return the capacity of a compile_topology such as `tpu7x-256`; None for an unknown type."""
-    return CAPACITIES.get(topology.partition("-")[0])
+    """Return the capacity of a slice by its type; None for an unknown one.
+
+    Args:
+      topology: MaxText's `tpu7x-256`, a launcher's `tpuv5e:2x2`, an accelerator type such as `v5litepod-8`.
+    """
+    kind = re.split("[-:]", topology.strip().lower())[0]
+    kind = kind if kind in CAPACITIES else kind.removeprefix("tpu")
+    return CAPACITIES.get(_OTHER_NAMES.get(kind, kind))
 
 
 # --- shortages: memory that ran out -----------------------------------------------------------------
@@ -50,14 +62,13 @@ def capacity_of(topology: str) -> Capacity | None:
 class Shortage:
     """One "out of memory" of the compiler or the runtime; bytes per device, None where it does not say."""
 
-    space: str  # HBM, vmem, smem, SparseCore, host, or as the text names it
+    space: str  # HBM, vmem, smem, SparseCore (its part of HBM), SparseCore spmem, host, or as the text names it
     when: str  # "compile" or "run"
     what: str | None  # what was too large, in the compiler's words
     needed_bytes: int | None
     available_bytes: int | None
     over_bytes: int | None
     module: str | None = None  # jit_fwd_bwd
-    line: int = 0  # in the text it was found in
 
     @property
     def kernel(self) -> str | None:
@@ -66,7 +77,7 @@ class Shortage:
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"(?P<{}>\d[\d.,]*\s?(?:[KMGT]i?B?|B|bytes)?)"
+_SIZE = r"(?P<{}>\d[\d.,]*\s?(?:[KMGT]i?B?|B|bytes)?|unknown size)"
 
 
 def read_size(text: str | None) -> int | None:
@@ -81,7 +92,7 @@ def read_size(text: str | None) -> int | None:
 
 
 def _sizes(template: str, *names: str) -> re.Pattern[str]:
-    """Compile a pattern in which `%s` stands for a size and any blank for blanks, glog prefixes and line breaks."""
+    """Compile a pattern in which `%s` stands for a size and any blank for blanks and line breaks."""
     for name in names:
         template = template.replace("%s", _SIZE.format(name), 1)
     return re.compile(template.replace(" ", r"\s+"), re.IGNORECASE)
@@ -113,28 +124,40 @@ _FORMS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
         r"TensorCore Hbm usage:? %s, SparseCore Hbm usage:? %s, exceeding available bytes:? %s",
         "tensor", "sparse", "available")),
     ("allocation", "compile", _sizes(
-        r"Allocation \(size=%s\) would exceed memory \(size=%s\)(?P<rest>[^\n]{0,300})", "needed", "available")),
+        r"Allocation \(size=%s\) would exceed memory \(size=%s\)(?P<rest>[\s\S]{0,300})", "needed", "available")),
     ("reserve", "run", _sizes(
-        r"Attempting to (?:reserve|allocate) %s\b.{0,200}?There are %s free(?:, %s reserved, and %s reservable)?",
+        r"Attempting to (?:reserve|allocate) %s\b[\s\S]{0,200}?There are %s free(?:, %s reserved, and %s reservable)?",
         "needed", "available", "reserved", "reservable")),
 )  # fmt: skip
-_MODULE = re.compile(r"HLO module:?\s+([\w.-]+?)(?:\.cl_\d+)?[\s.,]", re.IGNORECASE)
-_ANY = re.compile(r"xceed|ttempting to|Used\s")  # one of these is in every form
-_PREFIX = re.compile(
-    r"^(?:\([^()\n]{1,60}pid=\d+[^()\n]{0,60}\) ?|[EFIW]\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] ?)", re.MULTILINE
-)
-_SPACES = {"hbm": "HBM", "vmem": "vmem", "smem": "smem", "cmem": "cmem", "sflag": "sync flags", "host": "host"}
+_MODULE = re.compile(r"HLO\s+module:?\s+([\w.-]+?)(?:\.cl_\d+)?[\s.,]", re.IGNORECASE)
+_ANY = re.compile(r"xceed|ttempting\s|Used\s")  # one of these is in every form
+_ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")  # colours of a terminal
+_PREFIX = re.compile(  # what stands in front of a line, any number of them
+    r"^(?:\[(?:pod|container)/[^\]\n]{1,200}\] ?"  # kubectl logs --prefix
+    r"|\d{4}-\d\d-\d\d[T ][\d:.,]{5,20}(?:Z|[+-]\d\d:?\d\d)?:? ?"  # kubectl logs --timestamps, TensorFlow
+    r"|\([^()\n]{1,60}pid=\d+[^()\n]{0,60}\) ?"  # ray
+    r"|[DEFIW](?:\d{4} [\d:.]+ +\d+)? [\w./-]+:\d+\] ?"  # glog, TensorFlow
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+: ?)+", re.MULTILINE)  # Python's logging  # fmt: skip
+_SPACES = {  # as the texts name it -> here; spmem and tilespmem are memories of the SparseCore
+    "hbm": "HBM", "vmem": "vmem", "smem": "smem", "cmem": "cmem", "sflag": "sync flags", "host": "host",
+    "spmem": "SparseCore spmem", "tilespmem": "SparseCore tilespmem", "tile_spmem": "SparseCore tilespmem",
+}  # fmt: skip
+
+
+def plain_text(log: str) -> str:
+    """Return a log without colours, carriage returns and what loggers, kubectl and ray put in front of its lines."""
+    return _PREFIX.sub("", _ESCAPE.sub("", log).replace("\r\n", "\n"))
 
 
 def find_shortages(text: str) -> list[Shortage]:
     """Return every "out of memory" in a text, in order, one for each place.
 
-    Prefixes of glog and ray in front of lines are passed over, and a message may be broken at any blank. The same
-    shortage told twice (once by the compiler, once by Python) counts once.
+    What plain_text takes off is passed over, and a message may be broken at any blank. The same shortage told twice
+    (once by the compiler, once by Python) counts once.
     """
     if not _ANY.search(text):
         return []
-    plain = _PREFIX.sub("", text)
+    plain = plain_text(text)
     found: dict[int, Shortage] = {}
     taken: list[tuple[int, int]] = []
     for form, when, pattern in _FORMS:
@@ -155,7 +178,7 @@ def find_shortages(text: str) -> list[Shortage]:
 def _shortage(form: str, when: str, match: re.Match[str], text: str) -> Shortage:
     parts = match.groupdict()
     needed, available = read_size(parts.get("needed")), read_size(parts.get("available"))
-    space, what = _SPACES.get((parts.get("space") or "hbm").lower(), parts.get("space") or "HBM"), parts.get("what")
+    space, what = _space(parts.get("space") or "hbm"), parts.get("what")
     if form == "sparse":
         tensor, sparse = read_size(parts["tensor"]), read_size(parts["sparse"])
         needed = None if tensor is None or sparse is None else tensor + sparse
@@ -166,7 +189,7 @@ def _shortage(form: str, when: str, match: re.Match[str], text: str) -> Shortage
         )
     elif form == "allocation":
         named = re.search(r"(?:space=|memory space )(\w+)", parts["rest"])
-        space = _SPACES.get(named[1].lower(), named[1]) if named else "vmem or smem"
+        space = _space(named[1]) if named else "vmem or smem"
         what = "one allocation"
     elif form == "scoped":
         what = "scoped allocation of a kernel"
@@ -178,7 +201,11 @@ def _shortage(form: str, when: str, match: re.Match[str], text: str) -> Shortage
         over = needed - available
     nearby = _MODULE.search(text, match.end(), match.end() + 400) or None
     return Shortage(space, when, " ".join(what.split()) if what else None, needed, available, over,
-                    nearby[1] if nearby else None, text.count("\n", 0, match.start()) + 1)  # fmt: skip
+                    nearby[1] if nearby else None)  # fmt: skip
+
+
+def _space(name: str) -> str:
+    return _SPACES.get(name.lower(), name)
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -196,7 +223,9 @@ class Kernel:
     alias_bytes: int | None = None
     temp_bytes: int | None = None
     code_bytes: int | None = None
-    told_peak_bytes: int | None = None  # peak_memory_in_bytes of jaxlib from 0.5; never in the printed statistics
+    # peak_memory_in_bytes of jaxlib from 0.5, never in the printed statistics. What libtpu 0.0.52 keeps in vmem counts
+    # (up to 112 MiB on v5e: gone with xla_tpu_scoped_vmem_limit_kib=131072), holes between temporaries do not.
+    told_peak_bytes: int | None = None
     host_bytes: int | None = None  # all host_* fields together: what was offloaded
     flops: float | None = None
     bytes_accessed: float | None = None
@@ -232,7 +261,12 @@ _STATISTICS = {  # field of CompiledMemoryStats, without `_size_in_bytes` -> our
 
 
 def take_statistics(kernel: Kernel, statistics: Mapping[str, int]) -> None:
-    """Fill a kernel from the fields of a CompiledMemoryStats, five or ten of them."""
+    """Fill a kernel from the fields of a CompiledMemoryStats, five or ten of them.
+
+    Nothing but zeros is a backend that does not tell (GPU, jaxlib 0.4.20): unknown, not a kernel without memory.
+    """
+    if not any(statistics.values()):
+        return
     for name, ours in _STATISTICS.items():
         setattr(kernel, ours, statistics.get(f"{name}_size_in_bytes"))
     host = [value for name, value in statistics.items() if name.startswith("host_") and "alias" not in name]
@@ -330,31 +364,42 @@ def wanted_bytes(kernel: Kernel) -> int | None:
 def _reasons(total: Total, limit: int | None) -> list[str]:
     kernel, lines = total.kernel, []
     for one in kernel.shortages:
-        needed = "an unknown size" if one.needed_bytes is None else gib(one.needed_bytes)
-        of = "" if one.available_bytes is None else f" of {gib(one.available_bytes)}"
-        over = "" if one.over_bytes is None else f", {gib(one.over_bytes)} too much"
+        unit = one.available_bytes  # one unit for all three
+        needed = "an unknown size" if one.needed_bytes is None else gib(one.needed_bytes, unit)
+        of = "" if one.available_bytes is None else f" of {gib(one.available_bytes, unit)}"
+        over = "" if one.over_bytes is None else f", {gib(one.over_bytes, unit)} too much"
         what = f" for {one.what}" if one.what else ""
         lines.append(f"{kernel.name}: out of {one.space} at {one.when} time: wants {needed}{of}{what}{over}")
     if kernel.status == "out of memory" and not kernel.shortages:
         lines.append(f"{kernel.name}: out of memory: {kernel.error}")
     if kernel.status == "failed":
         lines.append(f"{kernel.name}: not known, {kernel.error}")
+    if kernel.status == "compiled" and total.total_bytes is None:
+        lines.append(f"{kernel.name}: not known, its memory statistics are not complete")
     if total.fits is False and not kernel.shortages and total.headroom_bytes is not None and total.headroom_bytes < 0:
         lines.append(f"{kernel.name}: {gib(total.total_bytes)} needed, {gib(limit)} usable, "
                      f"{gib(-total.headroom_bytes)} too much")  # fmt: skip
     formula = kernel.formula_bytes
-    if total.fits and kernel.told_peak_bytes is not None and formula is not None and limit is not None:
+    if total.fits is not None and kernel.told_peak_bytes is not None and formula is not None and limit is not None:
         by_sum = total.total_bytes - kernel.told_peak_bytes + formula
-        if by_sum > limit:
+        if total.fits and by_sum > limit:
             lines.append(f"{kernel.name}: in doubt: the compiler's peak fits, its buffers add up to {gib(by_sum)}")
+        elif not total.fits and by_sum <= limit:
+            lines.append(f"{kernel.name}: in doubt: the compiler's peak counts vmem too, the HBM buffers add up to "
+                         f"{gib(by_sum)}, and that fits")  # fmt: skip
     return lines
 
 
-def gib(count: int | float | None) -> str:
-    """Return bytes as text in GiB, MiB or KiB, three significant digits or more; `?` for unknown."""
+def gib(count: int | float | None, like: int | float | None = None) -> str:
+    """Return bytes as text in GiB, MiB, KiB or B, three significant digits or more; `?` for unknown.
+
+    Args:
+      count: bytes.
+      like: another size, in whose unit to tell this one.
+    """
     if count is None:
         return "?"
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size / 10 or unit == "KiB":
+        if abs(like or count) >= size / 10:
             return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"

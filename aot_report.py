@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aot_memory import GIB, Beside, Capacity, Kernel, Total, Verdict, gib
+from aot_memory import GIB, Beside, Kernel, Shortage, Total, Verdict, gib
 from bench_common import BenchError, mask
 
 SCHEMA = "aot-bench/1"
@@ -44,24 +44,23 @@ def _shortage(one: Any) -> dict[str, Any]:
             "available_bytes": one.available_bytes, "over_bytes": one.over_bytes, "module": one.module}  # fmt: skip
 
 
-def document(verdict: Verdict, capacity: Capacity | None, source: str, rest: Mapping[str, Any]) -> dict[str, Any]:
+def document(verdict: Verdict, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole document.
 
     Args:
       verdict: of the kernels.
-      capacity: the table's entry the verdict used, None where --hbm-gib or nothing was used.
-      source: "compile" or "log".
-      rest: topology, mesh, batch, resident, config, flags, versions, notes ...; what is missing becomes null.
+      rest: source ("compile" or "log"), capacity_source, topology, mesh, batch, resident, config, flags, versions,
+        notes ...; what is missing becomes null.
     """
     peak = verdict.peak
     words = {True: "fits", False: "does not fit", None: "not known"}
     named = ("topology", "devices", "devices_per_chip", "mesh", "batch", "runtime", "resident", "flags", "versions",
              "config_sha256", "config")  # fmt: skip
     return {
-        "schema": SCHEMA, "source": source, "fits": verdict.fits, "verdict": words[verdict.fits],
+        "schema": SCHEMA, "source": rest["source"], "fits": verdict.fits, "verdict": words[verdict.fits],
         "reasons": verdict.reasons, "peak_bytes": peak.total_bytes if peak else None,
         "peak_kernel": peak.kernel.name if peak else None, "capacity_bytes": verdict.capacity_bytes,
-        "capacity_source": capacity.source if capacity else rest.get("capacity_source"),
+        "capacity_source": rest.get("capacity_source"),
         "reserve_bytes": verdict.reserve_bytes, "headroom_bytes": peak.headroom_bytes if peak else None,
         "kernels": [kernel_document(total) for total in verdict.totals],
         "not_the_same_program": list(rest.get("not_the_same_program") or ()), "notes": list(rest.get("notes") or ()),
@@ -144,7 +143,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> l
 
 def _under_table(doc: Mapping[str, Any]) -> list[str]:
     sources = {kernel["peak_source"] for kernel in doc["kernels"] if kernel["peak_source"]}
-    told = {"compiler": "peak is the compiler's own figure"}
+    vmem = ", which counts vmem too" if any(_above_its_sum(kernel) for kernel in doc["kernels"]) else ""
+    told = {"compiler": f"peak is the compiler's own figure{vmem}"}
     how = "; ".join(
         sorted(told.get(source, f"peak is {source}, a sum that tends to be too high") for source in sources)
     )
@@ -160,6 +160,12 @@ def _under_table(doc: Mapping[str, Any]) -> list[str]:
         if kernel.get("routing"):
             lines.append(f"{kernel['name']}: {kernel['routing']}")
     return lines
+
+
+def _above_its_sum(kernel: Mapping[str, Any]) -> bool:
+    """Return whether a kernel's peak is more than all its HBM buffers together."""
+    sizes = [kernel[field] for field in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")]
+    return None not in sizes and sizes[4] > sizes[0] + sizes[1] - sizes[2] + sizes[3]
 
 
 def _resident_lines(doc: Mapping[str, Any]) -> list[str]:
@@ -257,19 +263,63 @@ def _verdict_line(doc: Mapping[str, Any]) -> str:
 
 
 def check_document(doc: Any, where: str) -> dict[str, Any]:
-    """Return an aot-bench/1 document.
+    """Return an aot-bench/1 document that holds at least what a comparison needs.
 
     Raises:
       BenchError: it is something else.
     """
     kernels = doc.get("kernels") if isinstance(doc, dict) and doc.get("schema") == SCHEMA else None
-    if not isinstance(kernels, list) or not all(isinstance(one, dict) and "name" in one for one in kernels):
+    if not isinstance(kernels, list) or not all(
+            isinstance(one, dict) and isinstance(one.get("name"), str) for one in kernels):  # fmt: skip
         raise BenchError(f"no {SCHEMA} document", where=where, todo="give what aot_bench --json wrote")
     sizes = [kernel.get(field) for kernel in kernels for field in ("temp_bytes", "peak_bytes", "total_bytes")]
     known = isinstance(doc.get("config") or {}, dict) and doc.get("fits") in (True, False, None)
     if not known or not all(size is None or (isinstance(size, int) and size >= 0) for size in sizes):
         raise BenchError(f"a damaged {SCHEMA} document", where=where, todo="give what aot_bench --json wrote")
     return doc
+
+
+_SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "code_bytes", "host_bytes")
+_EXTRA = ("logical_argument_bytes", "routing", "lowered_operations", "hlo_file")  # of a compile, not of a log
+
+
+def read_document(doc: Any, where: str) -> tuple[dict[str, Any], list[Kernel], dict[str, list[Beside]]]:
+    """Return a whole aot-bench/1 document, its kernels, and what stays beside each, to be judged again.
+
+    Raises:
+      BenchError: it is something else, or a field is missing or of another kind. What can be rendered is whole.
+    """
+    check_document(doc, where)
+    try:
+        kernels = [_kernel_of(one) for one in doc["kernels"]]
+        beside = {one["name"]: [Beside(item["name"], _size(item["bytes"]), item["at_least"]) for item in one["beside"]]
+                  for one in doc["kernels"]}  # fmt: skip
+        render(doc)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"a damaged {SCHEMA} document: {type(error).__name__} {error}", where=where,
+                         todo="give what aot_bench --json wrote") from error  # fmt: skip
+    return doc, kernels, beside
+
+
+def _kernel_of(one: Mapping[str, Any]) -> Kernel:
+    return Kernel(
+        one["name"], one["status"], one["compile_seconds"], **{field: _size(one[field]) for field in _SIZES},
+        told_peak_bytes=_size(one["peak_bytes"]) if one["peak_source"] == "compiler" else None, flops=one["flops"],
+        bytes_accessed=one["bytes_accessed"], shortages=[_shortage_of(told) for told in one["shortages"]],
+        error=one["error"], buffers=one["largest_buffers"], notes=one["notes"],
+        extra={field: one[field] for field in _EXTRA if field in one},
+    )  # fmt: skip
+
+
+def _shortage_of(told: Mapping[str, Any]) -> Shortage:
+    sizes = {field: _size(told[field]) for field in ("needed_bytes", "available_bytes", "over_bytes")}
+    return Shortage(**{**told, **sizes})
+
+
+def _size(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and value >= 0):
+        return value
+    raise ValueError(f"{value!r} is no number of bytes")
 
 
 def _is_size(value: Any) -> bool:
@@ -287,11 +337,13 @@ def measured_document(doc: Mapping[str, Any], result: Any, where: str) -> dict[s
         raise BenchError("no trainer-bench document", where=where, todo="give the driver's --out")
     memory = result.get("memory")
     memory = memory if isinstance(memory, dict) else {}
-    peak, rows = memory.get("peak_bytes_max"), memory.get("devices")
+    rows = memory.get("devices")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    peaks = [row["peak_bytes"] for row in rows if _is_size(row.get("peak_bytes"))]
+    limits = [row["limit_bytes"] for row in rows if _is_size(row.get("limit_bytes"))]
+    peak = memory.get("peak_bytes_max") or max(peaks, default=None)
     if not _is_size(peak):
         raise BenchError("that run reported no peak memory", where=where, todo="give one that ran on a TPU")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    limits = [row["limit_bytes"] for row in rows if _is_size(row.get("limit_bytes"))]
     predicted = doc["peak_bytes"]
     return {"peak_bytes": peak, "limit_bytes": min(limits, default=None), "predicted_bytes": predicted,
             "predicted_over_measured": predicted / peak if predicted else None}  # fmt: skip
@@ -305,7 +357,7 @@ def measured_line(found: Mapping[str, Any]) -> str:
 
 
 def compare(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two predictions side by side: totals by kernel, and config keys that differ."""
+    """Return two predictions side by side: totals by kernel, and what differs in slice, flags and config."""
     rows = []
     by_name = {kernel["name"]: kernel for kernel in other["kernels"]}
     names = [kernel["name"] for kernel in ours["kernels"]]
@@ -317,11 +369,34 @@ def compare(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
             this, that = mine.get(field), theirs.get(field)
             row[field] = {"this": this, "other": that, "difference": None if None in (this, that) else this - that}
         rows.append(row)
-    mine, theirs = ours.get("config") or {}, other.get("config") or {}
-    differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)) if mine and theirs else []
-    differ = {key: {"this": mask(key, str(mine.get(key))), "other": mask(key, str(theirs.get(key)))}
-              for key in differing}  # fmt: skip
-    return {"kernels": rows, "config": differ, "fits": {"this": ours["fits"], "other": other["fits"]}}
+    config = _differences(ours.get("config") or None, other.get("config") or None)
+    return {"kernels": rows, "topology": {"this": ours.get("topology"), "other": other.get("topology")},
+            "flags": _differences(_flags(ours), _flags(other)), "config": config,
+            "fits": {"this": ours["fits"], "other": other.get("fits")}}  # fmt: skip
+
+
+def _flags(doc: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return a document's libtpu flags by name, by whichever way they reached the compiler; None: a log's."""
+    flags = doc.get("flags")
+    if not isinstance(flags, dict):
+        return None
+    options, words = flags.get("compiler_options"), flags.get("libtpu_init_args")
+    pairs = [str(word).lstrip("-").partition("=") for word in (words if isinstance(words, list) else ())]
+    return {**(options if isinstance(options, dict) else {}), **{name: value for name, _, value in pairs}}
+
+
+def _differences(
+    mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None
+) -> dict[str, dict[str, str | None]]:  # fmt: skip
+    """Return the keys of two mappings that differ, masked; none where one of the two is not known at all."""
+    if mine is None or theirs is None:
+        return {}
+
+    def shown(key: str, side: Mapping[str, Any]) -> str | None:
+        return mask(key, str(side[key])) if key in side else None
+
+    differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+    return {key: {"this": shown(key, mine), "other": shown(key, theirs)} for key in differing}
 
 
 def compare_lines(found: Mapping[str, Any], style: str = "text") -> list[str]:
@@ -336,7 +411,11 @@ def compare_lines(found: Mapping[str, Any], style: str = "text") -> list[str]:
             )
     words = {True: "fits", False: "does not fit", None: "not known"}
     lines = ["", *_table(["GiB per JAX device", "this", "other", "change"], rows, style)]
-    lines += [f"{key}: {pair['other']} -> {pair['this']}" for key, pair in found["config"].items()]
+    slices = found["topology"]
+    changed = {"slice": slices} if slices["this"] != slices["other"] else {}
+    for key, pair in {**changed, **found["flags"], **found["config"]}.items():
+        other, this = ("absent" if side is None else side for side in (pair["other"], pair["this"]))
+        lines.append(f"{key}: {other} -> {this}")
     return [*lines, f"this {words[found['fits']['this']]}, the other {words[found['fits']['other']]}"]
 
 
