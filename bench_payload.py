@@ -43,7 +43,7 @@ from bench_routing import (
     normal,
     number,
     parse_routing_load,
-    read_rows,
+    read_table,
     require,
 )
 
@@ -154,9 +154,10 @@ def parse_lengths(spec: str) -> Lengths:
     if not (os.path.exists(spec) or "." in spec or "/" in spec):
         todo = "give full, fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or a file"
         raise BenchError(f"unknown lengths {spec!r}", where="payload", todo=todo)
-    recorded = []
-    for line, cells in read_rows(spec):
-        pair = (0, *cells) if len(cells) == 1 else tuple(cells)
+    table, recorded = read_table(spec), []
+    backwards = len(table.header) == 2 and "prompt" in table.header[1]
+    for line, cells in table.rows:
+        pair = (0, *cells) if len(cells) == 1 else tuple(reversed(cells)) if backwards else tuple(cells)
         if len(pair) != 2 or sum(pair) < 2 or min(pair) < 0 or any(value % 1 for value in pair):
             raise BenchError(f"{cells} is no length", where=f"{spec}:{line}", todo="give LENGTH or PROMPT,COMPLETION")
         recorded.append((int(pair[0]), int(pair[1])))
