@@ -81,8 +81,13 @@ def plan_launch(
         shrunk += changed
     if known_keys is not None:
         settings, lost = bench_runtime.check_keys(settings, known_keys, drop_unknown)
-    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, cpu_smoke, lost)
+    own_config = cpu_smoke or (drop_unknown and bool(lost))  # Tunix's builder would pass what was dropped
+    differs = lost + bench_config.disagreements(trainer, orch)
+    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, own_config, differs)
     sizes = bench_config.model_sizes(settings)
+    if sizes.num_experts <= 1 and routing_load not in ("none", "uniform"):
+        raise BenchError(f"--routing-load {routing_load}, but {trainer.maxtext_model_name} has no experts",
+                         where="TRAINER_ARGV", todo="drop --routing-load")  # fmt: skip
     has = (lambda name: True) if payload_fields is None else payload_fields.__contains__
     routed = sizes.num_experts > 1 and routing_load != "none"
     spec = bench_payload.PayloadSpec(
@@ -94,7 +99,7 @@ def plan_launch(
         with_ref_logps=orch.beta != 0 or orch.force_compute_kl, with_overlong=has("overlong"),
         row_width=batch.row_width,
     )  # fmt: skip
-    layout = bench_config.expert_layout(trainer, settings)
+    layout = bench_config.expert_layout(settings, num_devices)
     routing = bench_routing.RoutingSpec(
         bench_routing.parse_routing_load(routing_load, sizes.num_layers), layout.shards, layout.row_groups,
         layout.token_chunks, skew, tolerance, layout.sequence_shards, leave_unset) if routed else None  # fmt: skip
