@@ -26,7 +26,7 @@ def make_boundary(run: Any, payloads: Sequence[Any]) -> StepBoundary | None:
     """Return the boundary of a driver run; None unless run.options.stage_before_update.
 
     Args:
-      run: bench_driver.Run, with options, program, count and staging.
+      run: bench_loop.Run, with options, program, count and staging.
       payloads: the run's distinct micro-batches, as payload objects.
 
     Raises:
@@ -50,7 +50,7 @@ class StepBoundary:
         self._through_worker = calls.stages
         self._defers = calls.stages and "defer_update" in inspect.signature(calls.worker.fwd_bwd).parameters
         through = "worker" if calls.stages else "engine" if hooks == "own" else "staged_engine"
-        self._staging.update(asked=True, through=through, boundaries=0, stopped_at_step=None)
+        self._staging.update(asked=True, through=through, boundaries=0, device_wait_seconds=[], stopped_at_step=None)
 
     @property
     def ready(self) -> bool:
@@ -108,6 +108,7 @@ class StepBoundary:
         h2d = time.perf_counter() - begin
         wait = engine.wait_for_device()
         self._staging["boundaries"] += 1
+        self._staging["device_wait_seconds"].append(wait)
         if wait < IDLE_SECONDS:
             self._staging["stopped_at_step"] = index
         return {"device_wait_seconds": wait, "h2d_seconds": h2d}

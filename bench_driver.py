@@ -43,8 +43,7 @@ import bench_stats
 from bench_common import EXIT_CANNOT, EXIT_DIFFERENT, EXIT_OK, BenchError, complain, emit, run_tool, write_whole
 from bench_faults import Interrupted, Watch, is_out_of_memory
 from bench_loop import Run, drive, say
-from bench_plan import OutOfTolerance, Plan, count_sequences, make_micro_batches, mesh_product, plan_launch
-from bench_runtime import TrainerProgram
+from bench_plan import OutOfTolerance, Plan, make_micro_batches, mesh_product, plan_launch
 
 # ---------------------------------------------------------------------------------------------
 # Options
@@ -96,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--cpu-smoke",
         action="store_true",
-        default=os.environ.get("BENCH_CPU_SMOKE") == "1",
+        default=_switched_on("BENCH_CPU_SMOKE"),
         help="virtual CPU devices and a shrunk model (default: $BENCH_CPU_SMOKE)",
     )
     add("--devices", type=_count, default=4, help="virtual devices of --cpu-smoke (default: 4)")
@@ -105,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--stage-before-update",
         action="store_true",
-        default=os.environ.get("STAGE_BEFORE_UPDATE") == "1",
+        default=_switched_on("STAGE_BEFORE_UPDATE"),
         help="stage the next step's first micro-batch before the update (default: $STAGE_BEFORE_UPDATE)",
     )
     add("--profile", type=_window, metavar="FIRST:COUNT", help="trace these optimizer steps with jax.profiler")
@@ -115,6 +114,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", metavar="FILE", help="also write the result document there")
     add("--plot", metavar="FILE", help="draw the step times (png or svg; needs matplotlib)")
     return parser
+
+
+def _switched_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _count(text: str) -> int:
@@ -246,7 +249,8 @@ def result_document(run: Run) -> dict[str, Any]:
     """Return the result document of a run at any moment (schema trainer-bench/1)."""
     options, plan, program = run.options, run.plan, run.program
     summary = bench_stats.summarize([step.time() for step in run.steps], options.warmup, options.seed)
-    reasons = list(summary.reasons) if run.status == "ok" else [run.error or run.status]
+    reasons = [*summary.reasons, *_not_as_tight_as_asked(summary, options.until_ci)]
+    reasons = reasons if run.status == "ok" else [run.error or run.status]
     document: dict[str, Any] = {
         "schema": bench_report.SCHEMA, "status": run.status,
         "verdict": "ok" if run.status == "ok" and not reasons else "not enough", "reasons": reasons, "error": run.error,
@@ -268,12 +272,20 @@ def result_document(run: Run) -> dict[str, Any]:
             plan.routing_load if plan else "none", bool(plan and _real_weights(plan))),
         "provenance": bench_report.provenance(os.environ),
     }  # fmt: skip
-    if program is not None:
-        document["mesh"] = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
-        document["devices"] = _devices(program)
-        document["memory"] = bench_report.device_memory(list(program.mesh.devices.flat))
-        document["config"] = bench_report.config_document(program.config)
+    devices = _devices(run)
+    document["mesh"] = {axis: size for axis, size in program.mesh.shape.items() if size > 1} if program else None
+    document["devices"] = _devices_document(devices)
+    # A device that hangs may not answer; what was asked of it before is in the document already.
+    document["memory"] = bench_report.device_memory(devices) if devices and not run.gave_up else None
+    document["config"] = bench_report.config_document(program.config) if program else None
     return document
+
+
+def _not_as_tight_as_asked(summary: bench_stats.Summary, until_ci: float | None) -> list[str]:
+    if until_ci is None or summary.half_width is None or summary.half_width <= until_ci:
+        return []
+    return [f"the interval is +-{summary.half_width:.2%} of the median, --until-ci asked for {until_ci:.2%}: "
+            "raise --max-steps or --max-seconds"]  # fmt: skip
 
 
 def versions_of(run: Run) -> dict[str, str | None]:
@@ -281,15 +293,23 @@ def versions_of(run: Run) -> dict[str, str | None]:
     return bench_runtime.versions() if run.program else {}
 
 
-def _devices(program: TrainerProgram) -> dict[str, Any]:
-    devices = list(program.mesh.devices.flat)
+def _devices(run: Run) -> list[Any]:
+    """Return the devices of the mesh; before there is one, those that the plan was made for, if JAX knows them."""
+    if run.program is not None:
+        return list(run.program.mesh.devices.flat)
+    return list(sys.modules["jax"].devices()) if run.plan is not None and "jax" in sys.modules else []
+
+
+def _devices_document(devices: Sequence[Any]) -> dict[str, Any] | None:
+    if not devices:
+        return None
     kind = devices[0].device_kind
     return {"count": len(devices), "kind": kind, "platform": devices[0].platform,
             "per_chip": bench_report.DEVICES_PER_CHIP.get(kind, 1)}  # fmt: skip
 
 
 def _rates(run: Run) -> dict[str, Any]:
-    devices = _devices(run.program) if run.program else {"count": 1, "per_chip": 1}
+    devices = _devices_document(_devices(run)) or {"count": 1, "per_chip": 1}
     batch = _batch_document(run)
     return {"slots_per_step": batch["slots_per_step"], "real_tokens_per_step": batch["real_tokens_per_step"],
             "devices": devices["count"], "devices_per_chip": devices["per_chip"]}  # fmt: skip
@@ -303,7 +323,7 @@ def _batch_document(run: Run) -> dict[str, Any]:
     return {"batch": dataclasses.asdict(plan.batch) if plan else None,
             "slots_per_step": plan.batch.slots * run.count if plan and run.count else None,
             "real_tokens_per_step": real,
-            "gradient_share": bench_payload.gradient_share(batches[0]) if batches else None,
+            "gradient_share": bench_payload.gradient_share(batches[0], plan.spec.masks_overlong) if batches else None,
             "logps_pass_per_micro_batch": plan.logps_pass if plan else None}  # fmt: skip
 
 
@@ -348,13 +368,12 @@ def payload_only(options: argparse.Namespace) -> int:
     check_outputs(options)
     plan = plan_run(options)
     try:
-        batches, _, load = make_micro_batches(plan, argparse.Namespace(**{**vars(options), "micro_batches": 1}))
+        batches, count, load = make_micro_batches(plan, options, first_only=True)
     except OutOfTolerance as error:
         complain("bench_driver", str(error))
         return EXIT_DIFFERENT
     describe_payload(batches[0], plan, load)
-    say(f"the argv make {options.micro_batches or plan.batch.micro_batches(count_sequences(batches[0]))} "
-        "micro-batches per optimizer step")  # fmt: skip
+    say(f"the argv make {count} micro-batches per optimizer step")
     if options.save_payload:
         bench_payload.save_npz(options.save_payload, batches[0])
         say(f"written: {options.save_payload}")
@@ -365,7 +384,7 @@ def describe_payload(batch: Mapping[str, Any], plan: Plan, load: dict[str, Any] 
     """Say what a micro-batch holds."""
     slots = plan.batch.slots
     real = bench_payload.real_tokens(batch)
-    share = bench_payload.gradient_share(batch)
+    share = bench_payload.gradient_share(batch, plan.spec.masks_overlong)
     say(f"micro-batch: {plan.batch.rows} rows x {plan.batch.row_width} tokens, {real} of {slots} slots real, "
         f"{share:.1%} of scored tokens carry gradient")  # fmt: skip
     for line in load["text"] if load else ():
@@ -408,7 +427,7 @@ def bench(options: argparse.Namespace) -> int:
     run.staging["asked"] = options.stage_before_update
 
     def give_up(reason: str, code: int) -> None:
-        run.status, run.error = ("hung" if code == EXIT_CANNOT else "interrupted"), reason
+        run.status, run.error, run.gave_up = ("hung" if code == EXIT_CANNOT else "interrupted"), reason, True
         write_result(run)
         complain("bench_driver", reason)
 

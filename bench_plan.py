@@ -97,7 +97,7 @@ def plan_launch(
         top_k=sizes.top_k, num_generations=batch.num_generations, lengths=lengths,
         with_old_logps=orch.use_rollout_logps, with_rollout_logps=has("rollout_per_token_logps"),
         with_ref_logps=orch.beta != 0 or orch.force_compute_kl, with_overlong=has("overlong"),
-        row_width=batch.row_width,
+        row_width=batch.row_width, masks_overlong=orch.overlong_loss_masking,
     )  # fmt: skip
     layout = bench_config.expert_layout(settings, num_devices)
     routing = bench_routing.RoutingSpec(
@@ -107,35 +107,47 @@ def plan_launch(
     return Plan(job, batch, sizes, spec, routing, routing_load if routed else "none", shrunk)
 
 
-def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict | None]:
+def make_micro_batches(
+    plan: Plan, options: argparse.Namespace, first_only: bool = False
+) -> tuple[list[dict[str, Any]], int, dict | None]:
     """Build the run's distinct micro-batches, on the host, and check their routing load.
+
+    A step holds the rollouts that the argv say and no more, so its last micro-batch may have empty rows;
+    --micro-batches asks for full ones.
 
     Returns:
       (batches, N per step, load table or None). All N differ; fewer than N are built only where host memory would
-      not hold them, and then they take turns.
+      not hold them, and then they take turns. With `first_only`, the first alone.
 
     Raises:
       OutOfTolerance: the routing load misses its target.
       BenchError: no token carries gradient, or --replay does not fit the launch.
     """
+    rollouts = None if options.micro_batches else plan.batch.rollouts_per_step
     if options.replay:
         first = bench_payload.load_npz(options.replay, plan.spec)
     else:
-        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0)
-    count = options.micro_batches or plan.batch.micro_batches(count_sequences(first))
+        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0, rollouts)
+    held = count_sequences(first)
+    count = options.micro_batches or plan.batch.micro_batches(held)
     load = None
     if first["routed_experts"] is not None:
         table = bench_routing.measure_load(first["routed_experts"], plan.sizes.num_experts, plan.routing)
         if not options.replay:
             _check_load(table)
         load = {**table.as_dict(), "text": table.lines()}
-    bench_payload.check_batch(first)
-    if options.replay:
+    bench_payload.check_batch(first, plan.spec.masks_overlong)
+    if options.replay or first_only:
         return [first], count, load
     size = sum(value.nbytes for value in first.values() if hasattr(value, "nbytes"))
     distinct = max(1, min(count, int(host_memory_bytes() * 0.5) // max(size, 1)))
-    rest = [bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i) for i in range(1, distinct)]
-    return [first, *rest], count, load
+    batches = [first]
+    for i in range(1, distinct):
+        # At least a group, so that advantages have a mean to differ from: an estimate of N can leave nothing over.
+        left = None if rollouts is None else max(rollouts - held, plan.spec.num_generations)
+        batches.append(bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i, left))
+        held += count_sequences(batches[-1])
+    return batches, count, load
 
 
 def _check_load(table: bench_routing.LoadTable) -> None:

@@ -28,6 +28,9 @@ class StepRecord:
     update_ready_seconds: float  # first dispatch to the update's readiness on the device
     dispatch_seconds: float  # host time inside fwd_bwd and update; blocks when two computations are in flight
     metrics_seconds: float
+    fwd_bwd_seconds_throttled: list[
+        float
+    ]  # host time of each call: once two computations are in flight, the throttle's
     longest_call_seconds: float
     longest_call: str
     gc_seconds: float  # Python's garbage collector

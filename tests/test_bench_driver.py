@@ -100,11 +100,32 @@ def test_until_ci_stops_at_a_limit(fake):
     assert len(fake("--steps=5", "--until-ci=0.0001%", "--max-steps=9")[1]["steps"]) == 9
 
 
+def test_until_ci_that_was_not_reached_is_not_enough(fake):
+    code, document, text, _ = fake("--steps=6", "--until-ci=0.0001%", "--max-steps=7", seconds=0.01)
+    assert (code, document["verdict"]) == (1, "not enough")
+    assert any("--until-ci asked for 0.00%: raise --max-steps or --max-seconds" in line for line in document["reasons"])
+    assert "  because the interval is" in text
+
+
 def test_until_ci_stops_when_tight(fake):
     _, document, _, _ = fake("--steps=8", "--until-ci=40%", "--max-steps=60", seconds=0.02)
     assert document["status"] == "ok", document["error"]  # the looks themselves do not count against the clock
     tight = document["headline"]["ci95_half_width"] <= 0.4
     assert len(document["steps"]) == 60 or (tight and document["verdict"] == "ok")
+
+
+def test_times_of_single_calls_are_marked_as_throttled(fake):
+    step = fake("--steps=1")[1]["steps"][0]
+    assert len(step["fwd_bwd_seconds_throttled"]) == 3 and min(step["fwd_bwd_seconds_throttled"]) >= 0.002
+    assert step["dispatch_seconds"] >= sum(step["fwd_bwd_seconds_throttled"])
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)])
+def test_switches_in_the_environment(monkeypatch, value, on):
+    monkeypatch.setenv("STAGE_BEFORE_UPDATE", value)
+    monkeypatch.setenv("BENCH_CPU_SMOKE", value)
+    options = bench_driver.build_parser().parse_args([])
+    assert (options.stage_before_update, options.cpu_smoke) == (on, on)
 
 
 def test_text_and_json_agree(fake):
@@ -197,6 +218,23 @@ def test_faults_end_with_a_result_and_a_stopped_worker(fake, capsys, misbehave, 
     assert program.stopped == 1
 
 
+def test_out_of_memory_while_the_engine_is_built_has_the_memory_table(fake, tiny):
+    jax = pytest.importorskip("jax")
+
+    def full(job):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 bytes too many")
+
+    install(FakeProgram(), tiny.setattr)
+    tiny.setattr(bench_driver.bench_runtime, "build_program", full)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert bench_driver.main(["--steps=1"]) == 2
+    document = json.loads(out.getvalue().splitlines()[-1])
+    assert document["status"] == "out_of_memory" and "3 bytes too many" in document["error"]
+    assert [row["id"] for row in document["memory"]["devices"]] == [device.id for device in jax.devices()]
+    assert (document["config"], document["mesh"]) == (None, None)
+
+
 def test_a_host_stall_is_named(fake):
     document = fake("--steps=14", "--warmup=2", misbehave="stall", seconds=0.01)[1]
     assert any("step 8:" in line and "inside update without a compile" in line for line in document["host_stalls"])
@@ -264,6 +302,7 @@ def test_a_hung_step_ends_with_a_result(tmp_path):
     out, err = process.communicate(timeout=120)
     document = json.loads(out.splitlines()[-1])
     assert (process.returncode, document["status"], len(document["steps"])) == (2, "hung", 2)
+    assert document["memory"] is None  # a device that hangs is not asked again
     assert "step 2 did not end within --step-timeout" in err
 
 
@@ -329,6 +368,33 @@ def test_routing_out_of_tolerance_is_answer_1_before_any_device(fake, capsys):
     code, document, _, program = fake("--steps=1", "--routing-load=1.2345", "--routing-tolerance=0.001%")
     assert (code, document["status"], program.log) == (1, "out_of_tolerance", [])
     assert "layer 0" in capsys.readouterr().err
+
+
+def test_a_step_trains_the_rollouts_of_the_argv_and_no_more(fake):
+    # 12 rollouts of 100 tokens: two in each of 4 rows make 8, so the second micro-batch holds the other 4
+    document = fake("--steps=1", "--sequence-lengths=fixed:100")[1]
+    assert (document["micro_batches_per_step"], document["real_tokens_per_step"]) == (2, 12 * 100)
+    assert document["slots_per_step"] == 2 * 4 * 256
+    document = fake("--steps=1", "--sequence-lengths=fixed:40")[1]  # 16 would fit, 12 are asked for
+    assert (document["micro_batches_per_step"], document["real_tokens_per_step"]) == (1, 12 * 40)
+    document = fake("--steps=1", "--sequence-lengths=fixed:100", "--micro-batches=3")[1]
+    assert document["real_tokens_per_step"] == 3 * 8 * 100  # full ones
+
+
+def test_the_saved_micro_batch_is_the_runs_own(fake, tiny, tmp_path):
+    for name, argv in (("run", ["--steps=1"]), ("only", ["--payload-only", "--cpu-smoke"])):
+        argv += ["--sequence-lengths=fixed:40", f"--save-payload={tmp_path}/{name}.npz"]
+        fake(*argv) if name == "run" else bench_driver.main(argv)
+    assert (tmp_path / "run.npz").read_bytes() == (tmp_path / "only.npz").read_bytes()
+
+
+def test_truncated_sequences_carry_gradient_unless_the_loss_masks_them(fake, tiny):
+    argv = "--batch_size=3 --num_generations=4 --max_seq_token_per_tpu=256 --no-use_rollout_logps"
+    for flag, error in (("", None), ("--overlong_loss_masking", "no token of the micro-batch carries gradient")):
+        tiny.setenv("ORCH_ARGV", f"{argv} {flag}")
+        document = fake("--steps=1", "--sequence-lengths=lognormal:9999:0.1")[1]  # every one is cut
+        assert document["gradient_share"] == (None if error else 1.0)
+        assert document["error"] is None if error is None else error in document["error"]
 
 
 def test_fewer_distinct_batches_where_memory_is_short(tiny):

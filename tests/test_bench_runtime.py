@@ -422,7 +422,7 @@ print(json.dumps([program.runtime, program.config, program.mesh, job.not_the_sam
 
 @pytest.mark.parametrize(("flag", "extra"), [("true", {}), ("false", {"float32_masters": False})])
 def test_a_config_of_ours_takes_the_callers_devices_and_engine(monkeypatch, flag, extra):
-    """The AOT check builds on a topology's devices; so does a run with dropped keys, which Tunix's builder would pass."""
+    """As the AOT check does on a topology, and a run with dropped keys, which Tunix's builder would pass."""
     monkeypatch.setattr(bench_runtime, "initialize_config", lambda settings: settings)
     monkeypatch.setattr(bench_runtime, "make_mesh", lambda config, devices: (config, devices))
     monkeypatch.setattr(bench_runtime, "installed", lambda name: pytest.fail(f"asked for {name}"))
