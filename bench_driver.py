@@ -30,6 +30,7 @@ import dataclasses
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ import bench_report
 import bench_runtime
 import bench_stats
 from bench_common import EXIT_CANNOT, EXIT_DIFFERENT, EXIT_OK, BenchError, complain, emit, run_tool, write_whole
-from bench_faults import Interrupted, Watch, is_out_of_memory
+from bench_faults import EXIT_BY_SIGNAL, Interrupted, Watch, is_out_of_memory
 from bench_loop import Run, drive, say
 from bench_plan import OutOfTolerance, Plan, make_micro_batches, mesh_product, plan_launch
 
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sampler-logps",
         choices=("policy", "synthetic"),
         default="policy",
-        help="sampler log-probs near the policy's own (one extra pass before step 0), or made up",
+        help="sampler log-probs near the policy's own (one extra pass before step 0), or as the batch has them",
     )
     add("--replay", metavar="FILE.npz", help="a recorded micro-batch instead of a synthetic one")
     add("--save-payload", metavar="FILE.npz", help="write the first micro-batch")
@@ -227,12 +228,13 @@ def fill_sampler_logps(run: Run) -> None:
     """Put sampler log-probs near the policy's own into every micro-batch, so that the loss's gates keep it.
 
     One forward pass per micro-batch before the first step, with the worker's own log-prob method; never inside a
-    step. Without it seq-mask-tis (0.999 to 1.002) would reject every sequence and the gradient would be zero.
+    step. Without it seq-mask-tis (0.999 to 1.002) would reject every sequence and the gradient would be zero, of a
+    recorded batch as well, whose sampler had other weights.
     """
     orch = run.plan.job.orch
     gated = orch.use_rollout_logps or orch.seq_logprob_error_threshold or orch.truncated_importance_sampling_type \
         or orch.sampler_is or orch.sampler_rs  # fmt: skip
-    if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic" or run.options.replay:
+    if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic":
         return
     say(f"one forward pass over {len(run.batches)} micro-batches for the sampler's log-probs")
     for i, batch in enumerate(run.batches):
@@ -435,13 +437,20 @@ def bench(options: argparse.Namespace) -> int:
         try:
             code = _guarded(run, watch)
         finally:
-            if run.program is not None:
-                run.program.stop()
+            _stop_worker(run)
         document = write_result(run)
     if code != EXIT_OK:
         complain("bench_driver", run.error)
         return code
     return EXIT_OK if document["verdict"] == "ok" else EXIT_DIFFERENT
+
+
+def _stop_worker(run: Run) -> None:
+    try:
+        if run.program is not None:
+            run.program.stop()
+    except Exception as error:  # whatever a worker raises while it ends: the result is written all the same
+        say(f"the worker did not stop: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _guarded(run: Run, watch: Watch) -> int:
@@ -470,7 +479,11 @@ def _guarded(run: Run, watch: Watch) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; see the module's docstring."""
     options = build_parser().parse_args(argv)
-    return run_tool("bench_driver", lambda: payload_only(options) if options.payload_only else bench(options))
+    try:
+        return run_tool("bench_driver", lambda: payload_only(options) if options.payload_only else bench(options))
+    except KeyboardInterrupt:  # --payload-only, or before the run watches for signals
+        complain("bench_driver", "interrupted by SIGINT")
+        return EXIT_BY_SIGNAL[signal.SIGINT]
 
 
 if __name__ == "__main__":

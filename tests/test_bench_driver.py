@@ -218,6 +218,21 @@ def test_faults_end_with_a_result_and_a_stopped_worker(fake, capsys, misbehave, 
     assert program.stopped == 1
 
 
+def test_a_worker_that_does_not_stop_loses_no_result(fake):
+    code, document, text, _ = fake("--steps=2", misbehave="unstoppable")
+    assert (code, document["status"], len(document["steps"])) == (1, "ok", 2)
+    assert "the worker did not stop: ValueError: no such worker" in text
+
+
+def test_an_interrupted_payload_is_one_line(tiny, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    tiny.setattr(bench_driver, "make_micro_batches", interrupted)
+    assert bench_driver.main(["--payload-only", "--cpu-smoke"]) == 130
+    assert capsys.readouterr() == ("", "bench_driver: interrupted by SIGINT\n")
+
+
 def test_out_of_memory_while_the_engine_is_built_has_the_memory_table(fake, tiny):
     jax = pytest.importorskip("jax")
 
@@ -386,6 +401,14 @@ def test_the_saved_micro_batch_is_the_runs_own(fake, tiny, tmp_path):
         argv += ["--sequence-lengths=fixed:40", f"--save-payload={tmp_path}/{name}.npz"]
         fake(*argv) if name == "run" else bench_driver.main(argv)
     assert (tmp_path / "run.npz").read_bytes() == (tmp_path / "only.npz").read_bytes()
+
+
+def test_a_recorded_batch_gets_log_probs_that_the_gates_keep(fake, tmp_path):
+    path = f"{tmp_path}/batch.npz"
+    fake("--steps=1", f"--save-payload={path}")
+    _, document, _, program = fake("--steps=1", f"--replay={path}")
+    assert program.log.count("logps") == 1 and document["distinct_micro_batches"] == 1
+    assert "logps" not in fake("--steps=1", f"--replay={path}", "--sampler-logps=synthetic")[3].log
 
 
 def test_truncated_sequences_carry_gradient_unless_the_loss_masks_them(fake, tiny):
