@@ -212,12 +212,19 @@ class _WorkerCalls:
         with self._mesh():
             return getattr(self.worker, name)(*args, **kwargs)
 
+    def argument(self, method: str, payload: Any) -> Any:
+        """Return the payload as a method of the worker takes it: wrapped where its first parameter is a request."""
+        first = next(iter(inspect.signature(getattr(self.worker, method)).parameters), "")
+        return self._wrapped(payload) if first == "request" and self._request is not None else payload
+
+    def _wrapped(self, payload: Any) -> Any:
+        named = {"request_id": "bench"} if "request_id" in inspect.signature(self._request).parameters else {}
+        return self._request(payload=payload, **named)
+
     def fwd_bwd(self, payload: Any, last: bool) -> Any:
         """Run one micro-batch; `last` says that the update follows."""
         if self._request is not None:
-            fields = {field.name for field in dataclasses.fields(self._request)}
-            extra = {"request_id": "bench"} if "request_id" in fields else {}
-            return self.call("fwd_bwd", self._request(payload=payload, **extra))
+            return self.call("fwd_bwd", self._wrapped(payload))
         if self.updates_inside:
             return self.call("fwd_bwd", payload, accumulate_gradients=True, apply_optimizer=last)
         return self.call("fwd_bwd", payload)
