@@ -153,11 +153,16 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse a file that cannot be written before anything runs.
+    """Refuse what cannot be written before anything runs.
 
     Raises:
-      BenchError: a directory, or a file in a folder that is missing or read-only; a plot that cannot be drawn.
+      BenchError: a directory, or a file in a folder that is missing or read-only; a plot that cannot be drawn; a
+        trace of steps that will not be run.
     """
+    if options.profile and not options.until_ci and sum(options.profile) > options.steps:
+        first, count = options.profile
+        raise BenchError(f"the run ends after step {options.steps - 1}", where=f"--profile {first}:{count}",
+                         todo=f"run --steps {first + count}, or trace earlier ones")  # fmt: skip
     for path in (options.out, options.plot, options.steps_file, options.save_payload, options.save_numerics):
         folder = os.path.dirname(os.path.realpath(path)) if path else None
         if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
@@ -259,7 +264,7 @@ def result_document(run: Run) -> dict[str, Any]:
         "runtime": program.runtime if program else None, "versions": versions_of(run),
         "trainer_argv": bench_report.masked_argv(plan.job.trainer_argv) if plan else None,
         "orch_argv": bench_report.masked_argv(plan.job.orch_argv) if plan else None,
-        "flags": {name: os.environ.get(name) for name in ("MAXTEXT_EXTRA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_FLAGS")},
+        "flags": bench_report.flag_variables(os.environ),
         "seed": options.seed, "micro_batches_per_step": run.count or None, "distinct_micro_batches": len(run.batches),
         **_batch_document(run), "routing_load": plan.routing_load if plan else None, "load": _without_text(run.load),
         "headline": bench_report.headline(summary, _rates(run)),

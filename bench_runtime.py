@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bench_config
-from bench_common import BenchError
+from bench_common import BenchError, mask
 from bench_config import Setting
 
 TRAINER_NODES = (  # newest first
@@ -82,7 +82,8 @@ def check_keys(settings: Sequence[Setting], known: set[str], drop: bool) -> tupl
         raise BenchError(f"MaxText {version} does not know {', '.join(sorted({s.key for s in asked}))}",
                          where=asked[0].source, todo="use the trainer image's MaxText, or "
                          "--drop-unknown-maxtext-keys to run without them (another program)")  # fmt: skip
-    lines = [f"MaxText key dropped, unknown here: {setting} ({setting.source})" for setting in unknown]
+    lines = [f"MaxText key dropped, unknown here: {setting.key}={mask(setting.key, setting.value)} ({setting.source})"
+             for setting in unknown]  # fmt: skip
     return [setting for setting in settings if setting.key in known], lines
 
 

@@ -264,6 +264,11 @@ def test_unknown_keys_are_listed_or_dropped_with_a_line():
     assert len(lines) == 2 and "gdn_cp_mode=head (MAXTEXT_EXTRA_FLAGS)" in lines[0]
 
 
+def test_a_dropped_secret_is_masked():
+    _, lines = bench_runtime.check_keys([Setting("hub_token", "s3cret", "MAXTEXT_EXTRA_FLAGS")], set(), drop=True)
+    assert lines == ["MaxText key dropped, unknown here: hub_token=*** (MAXTEXT_EXTRA_FLAGS)"]
+
+
 def test_tunixs_own_key_goes_without_asking_but_with_a_line():
     kept, lines = bench_runtime.check_keys([Setting("skip_step_on_nan", "True", "x")], set(), drop=False)
     assert kept == [] and "skip_step_on_nan" in lines[0]
