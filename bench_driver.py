@@ -60,10 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=_count, default=12, help="optimizer steps to run (default: 12)")
     add("--warmup", type=_count_or_zero, help="opening steps to exclude (default: detected)")
     add("--micro-batches", type=_count, help="N per step (default: from the argv)")
-    add("--seed", type=int, default=0, help="of micro-batches and bootstrap (default: 0)")
+    add("--seed", type=_count_or_zero, default=0, help="of micro-batches and bootstrap (default: 0)")
     add("--until-ci", type=_percent, metavar="P%", help="go on until the 95 %% interval is +-P%% of the median")
     add("--max-steps", type=_count, default=1000, help="with --until-ci (default: 1000)")
-    add("--max-seconds", type=float, default=3600.0, help="with --until-ci (default: 3600)")
+    add("--max-seconds", type=_seconds, default=3600.0, help="with --until-ci (default: 3600)")
     add(
         "--sequence-lengths",
         default="full",
@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--profile", type=_window, metavar="FIRST:COUNT", help="trace these optimizer steps with jax.profiler")
     add("--profile-dir", default="/tmp/trainer-bench-profile", help="where traces go")
-    add("--step-timeout", type=float, metavar="SECONDS", help="give a step up as hung after this long")
+    add("--step-timeout", type=_seconds, metavar="SECONDS", help="give a step up as hung after this long")
     add("--steps-file", metavar="FILE", help="append each step as one JSON line")
     add("--out", metavar="FILE", help="also write the result document there")
     add("--plot", metavar="FILE", help="draw the step times (png or svg; needs matplotlib)")
@@ -129,6 +129,16 @@ def _count(text: str) -> int:
 
 def _count_or_zero(text: str) -> int:
     return 0 if text == "0" else _count(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"seconds expected, got {text!r}") from error
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"seconds above 0 expected, got {text!r}")
+    return value
 
 
 def _percent(text: str) -> float:

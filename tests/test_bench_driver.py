@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -145,6 +146,17 @@ def test_document_says_what_it_may_not_be_used_for(fake):
     assert document["slots_per_step"] == 3 * 4 * 256
 
 
+def test_secrets_are_masked_in_every_spelling(fake, tiny):
+    tiny.setenv(
+        "ORCH_ARGV", os.environ["ORCH_ARGV"] + " --wandb_api_key s3cret --hf_token=s3cret --no-shuffle --name x"
+    )
+    tiny.setenv("MAXTEXT_EXTRA_FLAGS", os.environ["MAXTEXT_EXTRA_FLAGS"] + " hf_access_token=s3cret  ici_x=1")
+    _, document, text, _ = fake("--steps=1")
+    assert "s3cret" not in text
+    assert document["orch_argv"][-6:] == ["--wandb_api_key", "***", "--hf_token=***", "--no-shuffle", "--name", "x"]
+    assert document["flags"]["MAXTEXT_EXTRA_FLAGS"].endswith(" hf_access_token=***  ici_x=1")
+
+
 def test_provenance_is_copied(fake, tiny):
     tiny.setenv("BENCH_INPUT_SHA256", "0" * 64)
     assert fake("--steps=1")[1]["provenance"]["input_sha256"] == "0" * 64
@@ -176,6 +188,17 @@ def test_a_disk_that_fills_up_loses_no_result(fake, tiny, capsys, tmp_path, opti
     code, document, _, _ = fake("--steps=3", f"{option}={tmp_path}/x.png")
     assert (code, len(document["steps"])) == (2, 3)
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_trace_of_steps_that_are_not_run_is_refused_before_the_run(tiny, capsys):
+    program = FakeProgram()
+    install(program, tiny.setattr)
+    assert bench_driver.main(["--steps=5", "--profile=3:3"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "bench_driver: --profile 3:3: the run ends after step 4; run --steps 6, or trace earlier ones\n",
+    )
+    assert program.log == []
 
 
 @pytest.mark.parametrize("name", ["steps.gif", "steps"])
@@ -347,7 +370,18 @@ def test_bad_input(tiny, capsys, change, argv, piece):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--steps=0"], ["--steps=x"], ["--profile=3"], ["--until-ci=0%"], ["--micro-batchs=3"], ["--routing-skew=x"]],
+    [
+        ["--seed=-1"],
+        ["--step-timeout=-3"],
+        ["--step-timeout=x"],
+        ["--max-seconds=nan"],
+        ["--steps=0"],
+        ["--steps=x"],
+        ["--profile=3"],
+        ["--until-ci=0%"],
+        ["--micro-batchs=3"],
+        ["--routing-skew=x"],
+    ],
 )
 def test_bad_options(argv, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -447,18 +481,38 @@ def real(*argv):
 
 @pytest.fixture(scope="module")
 def real_runs(tmp_path_factory):
-    """Three runs of the real engine: one seed twice, the second traced, and once staged at the step boundary."""
+    """Two runs of the real engine with one seed: a plain one, and one traced and staged at the step boundary.
+
+    Every engine compiles and traces anew, so there are no more. `seen` is what went into the stand-in's worker and came
+    out of it in the plain run: micro-batches and metrics.
+    """
     pytest.importorskip("maxtext", reason="MaxText is not installed")
-    folder = tmp_path_factory.mktemp("real")
+    import tunix_standin
+
+    folder, seen = tmp_path_factory.mktemp("real"), {"fwd_bwd": [], "get_metrics": []}
+    worker = tunix_standin.TrainerWorker
+    fwd_bwd, get_metrics = worker.fwd_bwd, worker.get_metrics
+
+    @functools.wraps(fwd_bwd)
+    def noted_fwd_bwd(self, request, **options):
+        seen["fwd_bwd"].append(request.payload)
+        return fwd_bwd(self, request, **options)
+
+    @functools.wraps(get_metrics)
+    def noted_get_metrics(self):
+        seen["get_metrics"].append(get_metrics(self))
+        return seen["get_metrics"][-1]
+
+    argv = ["--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in driver_environment("launch_tiny").items():
             patch.setenv(name, value)
-        plain = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5")
-        again = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5", "--profile=2:1",
-                     f"--profile-dir={folder}/trace")  # fmt: skip
-        staged = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5",
-                      "--stage-before-update")  # fmt: skip
-    return {"plain": plain, "again": again, "staged": staged}
+        with pytest.MonkeyPatch.context() as spy:
+            spy.setattr(worker, "fwd_bwd", noted_fwd_bwd)
+            spy.setattr(worker, "get_metrics", noted_get_metrics)
+            plain = real(*argv)
+        again = real(*argv, "--stage-before-update", "--profile=2:1", f"--profile-dir={folder}/trace")
+    return {"plain": plain[1], "again": again[1], "seen": seen}
 
 
 def curve(document):
@@ -466,40 +520,57 @@ def curve(document):
 
 
 def test_real_engine_trains(real_runs):
-    _, document = real_runs["plain"]
+    document = real_runs["plain"]
     assert document["status"] == "ok", document["error"]
     assert document["runtime"] in ("standin", "tunix")
     assert document["mesh"] == {"fsdp": 2, "expert": 2}
-    assert all(step["gradient_norm"] > 0 for step in document["steps"])
+    norms = [step["gradient_norm"] for step in document["steps"]]
+    assert min(norms) > 0 and len(set(norms)) == 4
     assert document["steps"][0]["compiles"] and not document["steps"][-1]["compiles"]
     assert document["load"]["layers"][0]["target"] == 1.2
     assert abs(document["load"]["layers"][0]["relative_error"]) <= 0.01
     assert document["config"]["profiler_steps"] == 0  # else the engine traces micro-steps 1 to 5 unasked
     assert document["versions"]["maxtext"]
+    assert document["staged_boundary"] == {"asked": False, "stopped_at_step": None}
+
+
+def test_real_engine_pools_the_metrics_of_every_micro_batch(real_runs):
+    """Each step's metrics hold one value per micro-batch, weighted by the tokens that it scores and the loss keeps."""
+    document, seen = real_runs["plain"], real_runs["seen"]
+    if document["runtime"] != "standin":
+        pytest.skip("Tunix from git has a worker of its own")
+    count = document["micro_batches_per_step"]
+    assert (len(seen["fwd_bwd"]), len(seen["get_metrics"])) == (4 * count, 4) and count >= 2
+    for step, metrics in enumerate(seen["get_metrics"]):
+        loss = metrics.weighted_metrics["loss"]
+        batches = seen["fwd_bwd"][step * count : (step + 1) * count]
+        kept = [((b.completion_mask > 0) & (b.overlong == 0)).sum() for b in batches]  # --overlong_loss_masking
+        assert loss.denominator.tolist() == kept
+        assert len(set(loss.unreduced_sum.tolist())) == count
+        assert len(metrics.weighted_metrics) + len(metrics.scalar_metrics) >= 90
 
 
 def test_real_documents_keep_their_schema(real_runs):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((ROOT / "schemas" / "trainer-bench-1.schema.json").read_text())
-    for _, document in real_runs.values():
-        jsonschema.Draft202012Validator(schema).validate(document)
+    for name in ("plain", "again"):
+        jsonschema.Draft202012Validator(schema).validate(real_runs[name])
 
 
-def test_one_seed_twice_is_the_same_bit_for_bit(real_runs):
-    assert curve(real_runs["plain"][1]) == curve(real_runs["again"][1])
+def test_one_seed_twice_is_the_same_bit_for_bit_and_neither_trace_nor_staging_changes_a_number(real_runs):
+    assert curve(real_runs["plain"]) == curve(real_runs["again"])
 
 
 def test_profiled_steps_are_excluded_and_the_trace_is_there(real_runs):
-    document = real_runs["again"][1]
+    document = real_runs["again"]
     assert document["status"] == "ok", document["error"]
     assert document["headline"]["excluded_steps"]["2"] == "profiled"
     assert document["profile"]["bytes"] > 0 and document["profile"]["events"] > 0
     assert os.path.exists(document["profile"]["file"])
 
 
-def test_staging_changes_no_number(real_runs):
-    document = real_runs["staged"][1]
-    assert document["status"] == "ok", document["error"]
-    assert curve(document) == curve(real_runs["plain"][1])
-    assert document["staged_boundary"]["boundaries"] >= 1
-    assert real_runs["plain"][1]["staged_boundary"]["asked"] is False
+def test_a_staged_run_reports_the_wait_at_each_boundary(real_runs):
+    staging, steps = real_runs["again"]["staged_boundary"], real_runs["again"]["steps"]
+    assert staging["asked"] and staging["boundaries"] >= 1
+    waits = [step["device_wait_seconds"] for step in steps if step["device_wait_seconds"] is not None]
+    assert staging["device_wait_seconds"] == waits and len(waits) == staging["boundaries"]
