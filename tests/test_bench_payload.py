@@ -121,7 +121,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(specs, st.integers(0, 2**32), st.integers(0, 99))
 def test_any_batch_is_sound(spec, seed, index):
     batch = build(spec, seed, index, None)
