@@ -301,7 +301,7 @@ def result_document(run: Run) -> dict[str, Any]:
 def _not_as_tight_as_asked(summary: bench_stats.Summary, until_ci: float | None) -> list[str]:
     if until_ci is None or summary.half_width is None or summary.half_width <= until_ci:
         return []
-    return [f"the interval is +-{summary.half_width:.2%} of the median, --until-ci asked for {until_ci:.2%}: "
+    return [f"the interval is +-{summary.half_width:.2%} of the median, --until-ci asked for {until_ci * 100:g}%: "
             "raise --max-steps or --max-seconds"]  # fmt: skip
 
 
