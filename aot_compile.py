@@ -149,7 +149,7 @@ def build(job: Mapping[str, Any]) -> Built:
     )  # fmt: skip
     ours = [("compile_topology", job["topology"]), *AOT_KEYS]
     plan.job.settings += [Setting(key, value, "aot_bench") for key, value in ours]
-    plan.job.shrunk = True  # config and engine are built by bench_runtime itself, also beside Tunix from git
+    plan.job.own_config = True  # config and engine are built by bench_runtime itself, also beside Tunix from git
     with _on_topology(devices):
         program = bench_runtime.build_program(plan.job)
     return Built(plan, program.engine, _shapes_of_batch(program, plan.spec), program.config)

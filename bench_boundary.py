@@ -26,7 +26,7 @@ def make_boundary(run: Any, payloads: Sequence[Any]) -> StepBoundary | None:
     """Return the boundary of a driver run; None unless run.options.stage_before_update.
 
     Args:
-      run: bench_driver.Run, with options, program, count and staging.
+      run: bench_loop.Run, with options, program, count and staging.
       payloads: the run's distinct micro-batches, as payload objects.
 
     Raises:
@@ -50,7 +50,7 @@ class StepBoundary:
         self._through_worker = calls.stages
         self._defers = calls.stages and "defer_update" in inspect.signature(calls.worker.fwd_bwd).parameters
         through = "worker" if calls.stages else "engine" if hooks == "own" else "staged_engine"
-        self._staging.update(asked=True, through=through, boundaries=0, stopped_at_step=None)
+        self._staging.update(asked=True, through=through, boundaries=0, device_wait_seconds=[], stopped_at_step=None)
 
     @property
     def ready(self) -> bool:
@@ -71,7 +71,7 @@ class StepBoundary:
             self._run_staged(last, payload)
         elif last and self._defers:
             calls = self._program.calls
-            calls.call("fwd_bwd", _as_argument(calls, "fwd_bwd", payload), apply_optimizer=True, defer_update=True)
+            calls.call("fwd_bwd", calls.argument("fwd_bwd", payload), apply_optimizer=True, defer_update=True)
             self._deferred = True
         else:
             self._program.fwd_bwd(payload, last)
@@ -87,7 +87,7 @@ class StepBoundary:
         calls = self._program.calls
         deferring = {"apply_optimizer": True, "defer_update": True} if last and self._defers else {}
         self._deferred = bool(deferring)
-        calls.call("fwd_bwd_staged", _as_argument(calls, "fwd_bwd_staged", staged), **deferring)
+        calls.call("fwd_bwd_staged", calls.argument("fwd_bwd_staged", staged), **deferring)
 
     def cross(self, run: Any, index: int) -> dict[str, float | None]:
         """Stage the first micro-batch of step `index` + 1 and wait for the device.
@@ -102,12 +102,13 @@ class StepBoundary:
         calls, engine = self._program.calls, self._program.engine
         begin = time.perf_counter()
         if self._through_worker:
-            calls.call("stage_fwd_bwd", _as_argument(calls, "stage_fwd_bwd", self._next))
+            calls.call("stage_fwd_bwd", calls.argument("stage_fwd_bwd", self._next))
         else:
             self._prepared = engine.prepare_fwd_bwd_input(self._next)
         h2d = time.perf_counter() - begin
         wait = engine.wait_for_device()
         self._staging["boundaries"] += 1
+        self._staging["device_wait_seconds"].append(wait)
         if wait < IDLE_SECONDS:
             self._staging["stopped_at_step"] = index
         return {"device_wait_seconds": wait, "h2d_seconds": h2d}
@@ -119,12 +120,3 @@ class StepBoundary:
             self._deferred = False
         else:
             self._program.update()
-
-
-def _as_argument(calls: Any, method: str, payload: Any) -> Any:
-    """Return the payload as the worker's method takes it: wrapped where its first parameter is a request."""
-    first = next(iter(inspect.signature(getattr(calls.worker, method)).parameters), "")
-    if first != "request" or calls._request is None:
-        return payload
-    named = {"request_id": "bench"} if "request_id" in inspect.signature(calls._request).parameters else {}
-    return calls._request(payload=payload, **named)

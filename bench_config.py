@@ -103,8 +103,12 @@ def _argv_parser(name: str, typed: Mapping[str, tuple[type, Any]], inert: Sequen
     return parser
 
 
+def _flag_names(argv: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
+
+
 def parse_trainer_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the trainer's flags with run_trainer_node's defaults.
+    """Return the trainer's flags with run_trainer_node's defaults; `given` holds the names that were in the argv.
 
     Raises:
       BenchError: a flag that no known version of the trainer node has, a bad value, or a trainer that is
@@ -116,6 +120,7 @@ def parse_trainer_argv(argv: Sequence[str]) -> argparse.Namespace:
     for alias, flag in (("learning_rate", "optimizer_learning_rate"), ("weight_decay", "optimizer_weight_decay")):
         parser.add_argument(f"--{alias}", dest=flag, type=float, default=argparse.SUPPRESS)
     args = parser.parse_args(list(argv))
+    args.given = _flag_names(argv)
     if args.trainer_backend != "maxtext":
         raise BenchError(f"--trainer_backend={args.trainer_backend} is not the MaxText trainer", where="TRAINER_ARGV",
                          todo="bench a launch with --trainer_backend=maxtext")  # fmt: skip
@@ -125,20 +130,34 @@ def parse_trainer_argv(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_orch_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the orchestrator's flags that shape the loss and the batch.
+    """Return the orchestrator's flags that shape the loss and the batch; `given` as in `parse_trainer_argv`.
 
     The orchestrator has some seventy more (datasets, sandboxes, rollout); they do not reach the trainer, so
     flags unknown here are listed in the result's `unread` attribute rather than refused.
+
+    Raises:
+      BenchError: a bad value.
     """
     parser = _argv_parser("ORCH_ARGV", ORCH_FLAGS, ())
     for flag, default in ORCH_BOOLS.items():
         parser.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=default)
-    known = {option for action in parser._actions for option in action.option_strings}
-    mine, unread = [], []
-    for word in argv:  # launchers write every flag as --name=value or bare
-        (mine if word.partition("=")[0] in known else unread).append(word)
+    takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    mine: list[str] = []
+    unread: list[str] = []
+    known = awaits_value = False
+    for word in argv:  # --name=value, --name value, or --name alone
+        name = word.partition("=")[0]
+        if word.startswith("--"):
+            known = name in takes_value
+            awaits_value = "=" not in word and takes_value.get(name, True)
+            (mine if known else unread).append(word if known else name)
+        elif awaits_value:
+            mine += [word] if known else []
+            awaits_value = False
+        else:
+            unread.append(word)
     args = parser.parse_args(mine)
-    args.unread = [word.partition("=")[0] for word in unread]
+    args.unread, args.given = unread, _flag_names(argv)
     return args
 
 
@@ -179,27 +198,56 @@ def batch_plan(trainer: argparse.Namespace, orch: argparse.Namespace) -> BatchPl
     Raises:
       BenchError: a packing budget shorter than one sequence, or rows that do not divide over the mesh.
     """
-    budget = trainer.max_seq_token_per_tpu or orch.max_seq_token_per_tpu or 0
-    longest = trainer.max_prompt_length + trainer.max_response_length
-    if budget and budget < longest:
-        raise BenchError(f"--max_seq_token_per_tpu={budget} is shorter than the longest sequence ({longest} tokens)",
-                         where="TRAINER_ARGV", todo=f"set it to at least {longest}")  # fmt: skip
-    if trainer.train_micro_batch_size <= 0 or trainer.train_micro_batch_size % trainer.mesh_fsdp:
-        raise BenchError(f"--train_micro_batch_size={trainer.train_micro_batch_size} is not a multiple of "
-                         f"--mesh_fsdp={trainer.mesh_fsdp}", where="TRAINER_ARGV",
-                         todo="MaxText shards rows over fsdp")  # fmt: skip
-    rows = trainer.train_micro_batch_size
+    shared = {flag: _shared_value(trainer, orch, flag) for flag in SHARED_FLAGS}
+    budget = shared["max_seq_token_per_tpu"] or 0
+    prompt, response, rows = (shared[flag] for flag in ("max_prompt_length", "max_response_length",
+                                                        "train_micro_batch_size"))  # fmt: skip
+    if budget and budget < prompt + response:
+        raise BenchError(f"--max_seq_token_per_tpu={budget} is shorter than the longest sequence "
+                         f"({prompt + response} tokens)", where="TRAINER_ARGV",
+                         todo=f"set it to at least {prompt + response}")  # fmt: skip
+    if rows <= 0 or rows % trainer.mesh_fsdp:
+        raise BenchError(f"--train_micro_batch_size={rows} is not a multiple of --mesh_fsdp={trainer.mesh_fsdp}",
+                         where="TRAINER_ARGV", todo="MaxText shards rows over fsdp")  # fmt: skip
     if budget and (orch.trainer_fsdp or orch.trainer_dp):
         # tunix#2343: rows must cover every axis that MaxText's MoE shards the batch over.
         rows = (orch.trainer_fsdp or 1) * (orch.trainer_dp or 1) * (orch.trainer_expert or 1)
-    mini_batch = orch.mini_batch_size or orch.batch_size
-    generations = orch.num_generations
     segments = orch.max_segments_per_packed_row or budget
+    generations = orch.num_generations
+    if "num_generations" not in orch.given and "num_generations" in trainer.given:
+        generations = trainer.num_generations
     return BatchPlan(
-        packed=bool(budget), rows=rows, row_width=budget or longest, prompt_length=trainer.max_prompt_length,
-        completion_length=trainer.max_response_length, max_segments=segments if budget else 0,
-        num_generations=generations, rollouts_per_step=mini_batch * generations,
+        packed=bool(budget), rows=rows, row_width=budget or prompt + response, prompt_length=prompt,
+        completion_length=response, max_segments=segments if budget else 0, num_generations=generations,
+        rollouts_per_step=_prompt_groups(trainer, orch) * generations,
     )  # fmt: skip
+
+
+# Both argv carry these. A launcher writes the same value into both; where an edited launch has two, the trainer's,
+# which sizes the MaxText config, decides, and the result says so.
+SHARED_FLAGS = ("max_seq_token_per_tpu", "max_prompt_length", "max_response_length", "train_micro_batch_size")
+
+
+def _shared_value(trainer: argparse.Namespace, orch: argparse.Namespace, flag: str) -> int | None:
+    if flag in trainer.given and getattr(trainer, flag):
+        return getattr(trainer, flag)
+    return getattr(orch, flag) if flag in orch.given else getattr(trainer, flag)
+
+
+def _prompt_groups(trainer: argparse.Namespace, orch: argparse.Namespace) -> int:
+    """Return the prompt groups of an optimizer step: mini_batch_size, or the whole batch."""
+    if not {"mini_batch_size", "batch_size"} & orch.given and "mini_batch_size" in trainer.given:
+        return trainer.mini_batch_size
+    return orch.mini_batch_size or orch.batch_size
+
+
+def disagreements(trainer: argparse.Namespace, orch: argparse.Namespace) -> list[str]:
+    """Return a line for each flag that shapes the batch and has two values, one in each argv."""
+    pairs = [(flag, getattr(trainer, flag), getattr(orch, flag), "trainer's") for flag in SHARED_FLAGS]
+    pairs += [(flag, getattr(trainer, flag), getattr(orch, flag), "orchestrator's")
+              for flag in ("num_generations", "mini_batch_size")]  # fmt: skip
+    return [f"the argv disagree on --{flag} (trainer {one}, orchestrator {other}): the {whose} was taken"
+            for flag, one, other, whose in pairs if {flag} <= trainer.given & orch.given and one != other]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,6 +264,13 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"
+
+    def whole(self) -> int:
+        """Return the value as a whole number. Raises BenchError where it is none."""
+        try:
+            return int(self.value)
+        except ValueError as error:
+            raise BenchError(f"{self} is no whole number", where=self.source, todo="correct it") from error
 
 
 FIXED_KEYS = (  # what build_maxtext_config always passes
@@ -282,7 +337,7 @@ def maxtext_settings(
     put("use_weight_converter", trainer.use_weight_converter, "--use_weight_converter")
     put("rollout_tensor_parallelism", trainer.rollout_mesh_tp or None, "--rollout_mesh_tp")
     put("trainable_parameters_mask", trainer.trainable_parameters_mask, "--trainable_parameters_mask")
-    settings += _environment_settings(env, saving)
+    settings += _environment_settings(env)
     return settings
 
 
@@ -339,7 +394,7 @@ def _optimizer_settings(trainer: argparse.Namespace) -> list[Setting]:
     return [Setting(key, str(value), source) for key, value, source in pairs if value is not None]
 
 
-def _environment_settings(env: Mapping[str, str], saving: bool) -> list[Setting]:
+def _environment_settings(env: Mapping[str, str]) -> list[Setting]:
     settings = []
     fp8 = env.get("ROLLOUT_MOE_FP8", "").strip().lower() in ("1", "true", "yes")
     gates = (("float32_gate_logits", "FLOAT32_GATE_LOGITS", True), ("float32_logits", "FLOAT32_LOGITS", fp8 or None))
@@ -426,7 +481,7 @@ def model_sizes(settings: Sequence[Setting]) -> ModelSizes:
     sizes = model_file(final["model_name"].value)
 
     def read(key: str, default: int | None) -> int:
-        value = final[key].value if key in final else sizes.get(key, default)
+        value = final[key].whole() if key in final else sizes.get(key, default)
         if value is None:
             raise BenchError(f"the MaxText model {final['model_name'].value!r} does not say {key}",
                              todo="set it in MAXTEXT_EXTRA_FLAGS")  # fmt: skip
@@ -441,24 +496,35 @@ class ExpertLayout:
     """How MaxText lays out experts and rows, for the routing load."""
 
     shards: int  # expert-parallel degree
-    row_groups: int  # distinct fsdp indexes, each with rows of its own in the MoE
+    row_groups: int  # distinct data x fsdp indexes, each with rows of its own in the MoE
     token_chunks: int
     sequence_shards: int  # context shards inside the expert-parallel group
 
 
-def expert_layout(trainer: argparse.Namespace, settings: Sequence[Setting]) -> ExpertLayout:
+def expert_layout(settings: Sequence[Setting], num_devices: int) -> ExpertLayout:
     """Return the expert layout of the mesh.
 
     With custom_mesh_and_rule=cp-as-ep the context axis counts as expert parallelism in the MoE
-    (maxtext/configs/custom_mesh_and_rule/cp-as-ep.yml: `exp` over context and expert, the MoE batch over fsdp).
+    (maxtext/configs/custom_mesh_and_rule/cp-as-ep.yml: `exp` over context and expert, the MoE batch over data and
+    fsdp). An axis of -1 takes the devices that the others leave, as in MaxText.
+
+    Args:
+      settings: what the full run sets, the mesh among it.
+      num_devices: JAX devices of the slice.
     """
     final = effective(settings)
-    value = {key: setting.value for key, setting in final.items()}
-    context = int(value.get("ici_context_parallelism", trainer.mesh_context))
-    context = context if value.get("custom_mesh_and_rule") == "cp-as-ep" else 1
-    return ExpertLayout(int(value.get("ici_expert_parallelism", trainer.mesh_expert)) * context,
-                        int(value.get("ici_fsdp_parallelism", trainer.mesh_fsdp)),
-                        int(value.get("num_moe_token_chunks", 1)), context)  # fmt: skip
+    sizes = {key: setting.whole() for key, setting in final.items()
+             if key.startswith(("ici_", "dcn_")) and key.endswith("_parallelism")}  # fmt: skip
+    known = math.prod(size for size in sizes.values() if size > 0)
+
+    def axis(name: str) -> int:
+        size = sizes.get(f"ici_{name}_parallelism", 1)
+        return size if size > 0 else max(1, num_devices // known)
+
+    rule, chunks = final.get("custom_mesh_and_rule"), final.get("num_moe_token_chunks")
+    context = axis("context") if rule and rule.value == "cp-as-ep" else 1
+    return ExpertLayout(axis("expert") * context, axis("data") * axis("fsdp") * axis("fsdp_transpose"),
+                        chunks.whole() if chunks else 1, context)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
@@ -516,6 +582,7 @@ def shrink_for_cpu(
     Returns:
       new trainer flags, new orchestrator flags, and what changed.
     """
+    plan = batch_plan(trainer, orch)
     trainer, orch = argparse.Namespace(**vars(trainer)), argparse.Namespace(**vars(orch))
     before = {**vars(trainer)}
     expert = 2 if trainer.mesh_expert > 1 and devices % 2 == 0 else 1
@@ -523,20 +590,23 @@ def shrink_for_cpu(
     trainer.mesh_fsdp = devices // expert
     step = trainer.mesh_fsdp * expert
     trainer.train_micro_batch_size = max(step, min(before["train_micro_batch_size"], CPU_ROWS) // step * step)
-    longest = before["max_prompt_length"] + before["max_response_length"]
-    width = before["max_seq_token_per_tpu"] or orch.max_seq_token_per_tpu or longest
-    if width > CPU_WIDTH:
-        trainer.max_prompt_length = max(1, 256 * before["max_prompt_length"] // longest)
+    trainer.max_prompt_length, trainer.max_response_length = plan.prompt_length, plan.completion_length
+    trainer.max_seq_token_per_tpu = plan.row_width if plan.packed else 0
+    if plan.row_width > CPU_WIDTH:
+        longest = plan.prompt_length + plan.completion_length
+        trainer.max_prompt_length = max(1, 256 * plan.prompt_length // longest)
         trainer.max_response_length = 256 - trainer.max_prompt_length
-        trainer.max_seq_token_per_tpu = 256 if before["max_seq_token_per_tpu"] or orch.max_seq_token_per_tpu else 0
-    trainer.compute_logps_chunk_size = min(before["compute_logps_chunk_size"], max(width // 4, 1), 64)
+        trainer.max_seq_token_per_tpu = 256 if plan.packed else 0
+    trainer.compute_logps_chunk_size = min(before["compute_logps_chunk_size"], max(plan.row_width // 4, 1), 64)
+    trainer.given = trainer.given | set(SHARED_FLAGS)
     orch.max_seq_token_per_tpu = trainer.max_seq_token_per_tpu or None
     if orch.trainer_fsdp or orch.trainer_dp:
         orch.trainer_fsdp, orch.trainer_dp, orch.trainer_expert = trainer.train_micro_batch_size // expert, None, expert
-    scale = trainer.train_micro_batch_size / before["train_micro_batch_size"]  # keeps the number of micro-batches
-    orch.mini_batch_size = max(1, math.ceil((orch.mini_batch_size or orch.batch_size) * scale))
+    scale = trainer.train_micro_batch_size / plan.rows  # keeps the number of micro-batches
+    orch.mini_batch_size = max(1, math.ceil(_prompt_groups(trainer, orch) * scale))
+    orch.given = orch.given | {"mini_batch_size"}
     changed = [Shrunk(f"--{flag}", str(before[flag]), str(value), "scaled to the CPU devices")
-               for flag, value in vars(trainer).items() if before.get(flag) != value]  # fmt: skip
+               for flag, value in vars(trainer).items() if flag != "given" and before[flag] != value]  # fmt: skip
     return trainer, orch, changed
 
 
@@ -551,10 +621,11 @@ def cpu_settings(settings: Sequence[Setting], known_keys: set[str] | None) -> tu
       the settings to run, and every key whose value they change or add.
     """
     before = effective(settings)
-    dropped = {key for key, value, _ in _CPU_MODEL if value is None}
-    kept = [setting for setting in settings if setting.key not in dropped]
-    shrunk = [Shrunk(key, before[key].value, "(unset)", why) for key, value, why in _CPU_MODEL
-              if value is None and key in before]  # fmt: skip
+    dropped = {key: why for key, value, why in _CPU_MODEL if value is None}
+    dropped |= {setting.key: "the CPU mesh has the axes of --mesh_*" for setting in settings
+                if setting.key.startswith(("ici_", "dcn_")) and setting.source == "MAXTEXT_EXTRA_FLAGS"}  # fmt: skip
+    kept = [setting for setting in settings if setting.key not in dropped or setting.source.startswith("--mesh")]
+    shrunk = [Shrunk(key, before[key].value, "(unset)", why) for key, why in dropped.items() if key in before]
     for key, value, why in _CPU_MODEL:
         unknown = known_keys is not None and key not in known_keys
         if value is None or unknown or (value == "" and key not in before and key != "jax_cache_dir"):

@@ -30,6 +30,7 @@ import dataclasses
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -50,10 +51,9 @@ from bench_common import (
     run_tool,
     write_whole,
 )
-from bench_faults import Interrupted, Watch, is_out_of_memory
+from bench_faults import EXIT_BY_SIGNAL, Interrupted, Watch, is_out_of_memory
 from bench_loop import Run, drive, say
-from bench_plan import OutOfTolerance, Plan, count_sequences, make_micro_batches, mesh_product, plan_launch
-from bench_runtime import TrainerProgram
+from bench_plan import OutOfTolerance, Plan, make_micro_batches, mesh_product, plan_launch
 
 # ---------------------------------------------------------------------------------------------
 # Options
@@ -69,10 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=_count, default=12, help="optimizer steps to run (default: 12)")
     add("--warmup", type=_count_or_zero, help="opening steps to exclude (default: detected)")
     add("--micro-batches", type=_count, help="N per step (default: from the argv)")
-    add("--seed", type=int, default=0, help="of micro-batches and bootstrap (default: 0)")
+    add("--seed", type=_count_or_zero, default=0, help="of micro-batches and bootstrap (default: 0)")
     add("--until-ci", type=_percent, metavar="P%", help="go on until the 95 %% interval is +-P%% of the median")
     add("--max-steps", type=_count, default=1000, help="with --until-ci (default: 1000)")
-    add("--max-seconds", type=float, default=3600.0, help="with --until-ci (default: 3600)")
+    add("--max-seconds", type=_seconds, default=3600.0, help="with --until-ci (default: 3600)")
     add(
         "--sequence-lengths",
         default="full",
@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sampler-logps",
         choices=("policy", "synthetic"),
         default="policy",
-        help="sampler log-probs near the policy's own (one extra pass before step 0), or made up",
+        help="sampler log-probs near the policy's own (one extra pass before step 0), or as the batch has them",
     )
     add("--replay", metavar="FILE.npz", help="a recorded micro-batch instead of a synthetic one")
     add("--save-payload", metavar="FILE.npz", help="write the first micro-batch")
@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--cpu-smoke",
         action="store_true",
-        default=os.environ.get("BENCH_CPU_SMOKE") == "1",
+        default=_switched_on("BENCH_CPU_SMOKE"),
         help="virtual CPU devices and a shrunk model (default: $BENCH_CPU_SMOKE)",
     )
     add("--devices", type=_count, default=4, help="virtual devices of --cpu-smoke (default: 4)")
@@ -114,16 +114,20 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--stage-before-update",
         action="store_true",
-        default=os.environ.get("STAGE_BEFORE_UPDATE") == "1",
+        default=_switched_on("STAGE_BEFORE_UPDATE"),
         help="stage the next step's first micro-batch before the update (default: $STAGE_BEFORE_UPDATE)",
     )
     add("--profile", type=_window, metavar="FIRST:COUNT", help="trace these optimizer steps with jax.profiler")
     add("--profile-dir", default="/tmp/trainer-bench-profile", help="where traces go")
-    add("--step-timeout", type=float, metavar="SECONDS", help="give a step up as hung after this long")
+    add("--step-timeout", type=_seconds, metavar="SECONDS", help="give a step up as hung after this long")
     add("--steps-file", metavar="FILE", help="append each step as one JSON line")
     add("--out", metavar="FILE", help="also write the result document there")
     add("--plot", metavar="FILE", help="draw the step times (png or svg; needs matplotlib)")
     return parser
+
+
+def _switched_on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _count(text: str) -> int:
@@ -134,6 +138,16 @@ def _count(text: str) -> int:
 
 def _count_or_zero(text: str) -> int:
     return 0 if text == "0" else _count(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"seconds expected, got {text!r}") from error
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"seconds above 0 expected, got {text!r}")
+    return value
 
 
 def _percent(text: str) -> float:
@@ -158,11 +172,16 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse a file that cannot be written before anything runs.
+    """Refuse what cannot be written before anything runs.
 
     Raises:
-      BenchError: a directory, or a file in a folder that is missing or read-only; a plot that cannot be drawn.
+      BenchError: a directory, or a file in a folder that is missing or read-only; a plot that cannot be drawn; a
+        trace of steps that will not be run.
     """
+    if options.profile and not options.until_ci and sum(options.profile) > options.steps:
+        first, count = options.profile
+        raise BenchError(f"the run ends after step {options.steps - 1}", where=f"--profile {first}:{count}",
+                         todo=f"run --steps {first + count}, or trace earlier ones")  # fmt: skip
     for path in (options.out, options.plot, options.steps_file, options.save_payload, options.save_numerics):
         folder = os.path.dirname(os.path.realpath(path)) if path else None
         if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
@@ -233,12 +252,13 @@ def fill_sampler_logps(run: Run) -> None:
     """Put sampler log-probs near the policy's own into every micro-batch, so that the loss's gates keep it.
 
     One forward pass per micro-batch before the first step, with the worker's own log-prob method; never inside a
-    step. Without it seq-mask-tis (0.999 to 1.002) would reject every sequence and the gradient would be zero.
+    step. Without it seq-mask-tis (0.999 to 1.002) would reject every sequence and the gradient would be zero, of a
+    recorded batch as well, whose sampler had other weights.
     """
     orch = run.plan.job.orch
     gated = orch.use_rollout_logps or orch.seq_logprob_error_threshold or orch.truncated_importance_sampling_type \
         or orch.sampler_is or orch.sampler_rs  # fmt: skip
-    if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic" or run.options.replay:
+    if not (gated or run.options.save_numerics) or run.options.sampler_logps == "synthetic":
         return
     import bench_payload
 
@@ -257,14 +277,15 @@ def result_document(run: Run) -> dict[str, Any]:
     """Return the result document of a run at any moment (schema trainer-bench/1)."""
     options, plan, program = run.options, run.plan, run.program
     summary = bench_stats.summarize([step.time() for step in run.steps], options.warmup, options.seed)
-    reasons = list(summary.reasons) if run.status == "ok" else [run.error or run.status]
+    reasons = [*summary.reasons, *_not_as_tight_as_asked(summary, options.until_ci)]
+    reasons = reasons if run.status == "ok" else [run.error or run.status]
     document: dict[str, Any] = {
         "schema": bench_report.SCHEMA, "status": run.status,
         "verdict": "ok" if run.status == "ok" and not reasons else "not enough", "reasons": reasons, "error": run.error,
         "runtime": program.runtime if program else None, "versions": versions_of(run),
         "trainer_argv": bench_report.masked_argv(plan.job.trainer_argv) if plan else None,
         "orch_argv": bench_report.masked_argv(plan.job.orch_argv) if plan else None,
-        "flags": {name: os.environ.get(name) for name in ("MAXTEXT_EXTRA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_FLAGS")},
+        "flags": bench_report.flag_variables(os.environ),
         "seed": options.seed, "micro_batches_per_step": run.count or None, "distinct_micro_batches": len(run.batches),
         **_batch_document(run), "routing_load": plan.routing_load if plan else None, "load": _without_text(run.load),
         "headline": bench_report.headline(summary, _rates(run)),
@@ -279,12 +300,20 @@ def result_document(run: Run) -> dict[str, Any]:
             plan.routing_load if plan else "none", bool(plan and _real_weights(plan))),
         "provenance": bench_report.provenance(os.environ),
     }  # fmt: skip
-    if program is not None:
-        document["mesh"] = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
-        document["devices"] = _devices(program)
-        document["memory"] = bench_report.device_memory(list(program.mesh.devices.flat))
-        document["config"] = bench_report.config_document(program.config)
+    devices = _devices(run)
+    document["mesh"] = {axis: size for axis, size in program.mesh.shape.items() if size > 1} if program else None
+    document["devices"] = _devices_document(devices)
+    # A device that hangs may not answer; what was asked of it before is in the document already.
+    document["memory"] = bench_report.device_memory(devices) if devices and not run.gave_up else None
+    document["config"] = bench_report.config_document(program.config) if program else None
     return document
+
+
+def _not_as_tight_as_asked(summary: bench_stats.Summary, until_ci: float | None) -> list[str]:
+    if until_ci is None or summary.half_width is None or summary.half_width <= until_ci:
+        return []
+    return [f"the interval is +-{summary.half_width:.2%} of the median, --until-ci asked for {until_ci * 100:g}%: "
+            "raise --max-steps or --max-seconds"]  # fmt: skip
 
 
 def versions_of(run: Run) -> dict[str, str | None]:
@@ -292,15 +321,23 @@ def versions_of(run: Run) -> dict[str, str | None]:
     return bench_runtime.versions() if run.program else {}
 
 
-def _devices(program: TrainerProgram) -> dict[str, Any]:
-    devices = list(program.mesh.devices.flat)
+def _devices(run: Run) -> list[Any]:
+    """Return the devices of the mesh; before there is one, those that the plan was made for, if JAX knows them."""
+    if run.program is not None:
+        return list(run.program.mesh.devices.flat)
+    return list(sys.modules["jax"].devices()) if run.plan is not None and "jax" in sys.modules else []
+
+
+def _devices_document(devices: Sequence[Any]) -> dict[str, Any] | None:
+    if not devices:
+        return None
     kind = devices[0].device_kind
     return {"count": len(devices), "kind": kind, "platform": devices[0].platform,
             "per_chip": bench_report.DEVICES_PER_CHIP.get(kind, 1)}  # fmt: skip
 
 
 def _rates(run: Run) -> dict[str, Any]:
-    devices = _devices(run.program) if run.program else {"count": 1, "per_chip": 1}
+    devices = _devices_document(_devices(run)) or {"count": 1, "per_chip": 1}
     batch = _batch_document(run)
     return {"slots_per_step": batch["slots_per_step"], "real_tokens_per_step": batch["real_tokens_per_step"],
             "devices": devices["count"], "devices_per_chip": devices["per_chip"]}  # fmt: skip
@@ -316,7 +353,7 @@ def _batch_document(run: Run) -> dict[str, Any]:
     return {"batch": dataclasses.asdict(plan.batch) if plan else None,
             "slots_per_step": plan.batch.slots * run.count if plan and run.count else None,
             "real_tokens_per_step": real,
-            "gradient_share": bench_payload.gradient_share(batches[0]) if batches else None,
+            "gradient_share": bench_payload.gradient_share(batches[0], plan.spec.masks_overlong) if batches else None,
             "logps_pass_per_micro_batch": plan.logps_pass if plan else None}  # fmt: skip
 
 
@@ -363,13 +400,12 @@ def payload_only(options: argparse.Namespace) -> int:
     check_outputs(options)
     plan = plan_run(options)
     try:
-        batches, _, load = make_micro_batches(plan, argparse.Namespace(**{**vars(options), "micro_batches": 1}))
+        batches, count, load = make_micro_batches(plan, options, first_only=True)
     except OutOfTolerance as error:
         complain("bench_driver", str(error))
         return EXIT_DIFFERENT
     describe_payload(batches[0], plan, load)
-    say(f"the argv make {options.micro_batches or plan.batch.micro_batches(count_sequences(batches[0]))} "
-        "micro-batches per optimizer step")  # fmt: skip
+    say(f"the argv make {count} micro-batches per optimizer step")
     if options.save_payload:
         bench_payload.save_npz(options.save_payload, batches[0])
         say(f"written: {options.save_payload}")
@@ -382,7 +418,7 @@ def describe_payload(batch: Mapping[str, Any], plan: Plan, load: dict[str, Any] 
 
     slots = plan.batch.slots
     real = bench_payload.real_tokens(batch)
-    share = bench_payload.gradient_share(batch)
+    share = bench_payload.gradient_share(batch, plan.spec.masks_overlong)
     say(f"micro-batch: {plan.batch.rows} rows x {plan.batch.row_width} tokens, {real} of {slots} slots real, "
         f"{share:.1%} of scored tokens carry gradient")  # fmt: skip
     for line in load["text"] if load else ():
@@ -427,7 +463,7 @@ def bench(options: argparse.Namespace) -> int:
     run.staging["asked"] = options.stage_before_update
 
     def give_up(reason: str, code: int) -> None:
-        run.status, run.error = ("hung" if code == EXIT_CANNOT else "interrupted"), reason
+        run.status, run.error, run.gave_up = ("hung" if code == EXIT_CANNOT else "interrupted"), reason, True
         write_result(run)
         complain("bench_driver", reason)
 
@@ -435,13 +471,20 @@ def bench(options: argparse.Namespace) -> int:
         try:
             code = _guarded(run, watch)
         finally:
-            if run.program is not None:
-                run.program.stop()
+            _stop_worker(run)
         document = write_result(run)
     if code != EXIT_OK:
         complain("bench_driver", run.error)
         return code
     return EXIT_OK if document["verdict"] == "ok" else EXIT_DIFFERENT
+
+
+def _stop_worker(run: Run) -> None:
+    try:
+        if run.program is not None:
+            run.program.stop()
+    except Exception as error:  # whatever a worker raises while it ends: the result is written all the same
+        say(f"the worker did not stop: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _guarded(run: Run, watch: Watch) -> int:
@@ -472,7 +515,11 @@ def _guarded(run: Run, watch: Watch) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; see the module's docstring."""
     options = build_parser().parse_args(argv)
-    return run_tool("bench_driver", lambda: payload_only(options) if options.payload_only else bench(options))
+    try:
+        return run_tool("bench_driver", lambda: payload_only(options) if options.payload_only else bench(options))
+    except KeyboardInterrupt:  # --payload-only, or before the run watches for signals
+        complain("bench_driver", "interrupted by SIGINT")
+        return EXIT_BY_SIGNAL[signal.SIGINT]
 
 
 if __name__ == "__main__":

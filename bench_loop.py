@@ -50,6 +50,7 @@ class Run:
     trace: dict[str, Any] | None = None
     status: str = "ok"
     error: str | None = None
+    gave_up: bool = False  # the main thread is inside a device call that does not come back
 
 
 def say(message: str) -> None:
@@ -109,6 +110,7 @@ def run_step(
     return StepRecord(
         index=index, seconds=end - start, update_ready_seconds=ready - start,
         dispatch_seconds=sum(seconds for seconds, _ in calls), metrics_seconds=end - ready,
+        fwd_bwd_seconds_throttled=[spent for spent, what in calls if what.startswith("fwd_bwd")],
         longest_call_seconds=seconds, longest_call=name, gc_seconds=watch.gc_seconds() - collected,
         compiles=[{"program": name, "seconds": seconds} for name, seconds in events],
         losses=metrics.get("loss", []), gradient_norm=norms[-1],

@@ -43,7 +43,7 @@ from bench_routing import (
     normal,
     number,
     parse_routing_load,
-    read_rows,
+    read_table,
     require,
 )
 
@@ -72,7 +72,8 @@ TRUNCATED_EVERY = 16  # one sequence in so many has no end token, as if the resp
 LOGPS_SPREAD = 0.02  # nats; a token's ratio stays in 0.96..1.04, inside the clip of 0.2 and the error gate of 2.0
 FIELDS = tuple(
     """prompt_ids prompt_mask completion_ids completion_mask advantages segment_ids segment_positions num_segments
-    ref_per_token_logps old_per_token_logps rollout_per_token_logps overlong routed_experts""".split()
+    ref_per_token_logps old_per_token_logps rollout_per_token_logps sampler_is_weights returns old_values overlong
+    routed_experts""".split()
 )
 Batch = dict[str, Any]
 
@@ -83,7 +84,7 @@ class PayloadSpec:
 
     Packed: rows of `row_width` tokens (0: prompt + completion length) hold up to `max_segments` sequences, each
     starting at a multiple of `segment_alignment`. Padded: a row is one sequence, the prompt padded on its left, the
-    completion on its right. `num_experts` 0: no routed_experts.
+    completion on its right. `num_experts` 0: no routed_experts. `masks_overlong`: the loss drops truncated sequences.
     """
 
     rows: int
@@ -105,6 +106,7 @@ class PayloadSpec:
     with_overlong: bool
     segment_alignment: int = 1
     row_width: int = 0
+    masks_overlong: bool = True
 
     @property
     def width(self) -> int:
@@ -154,9 +156,10 @@ def parse_lengths(spec: str) -> Lengths:
     if not (os.path.exists(spec) or "." in spec or "/" in spec):
         todo = "give full, fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or a file"
         raise BenchError(f"unknown lengths {spec!r}", where="payload", todo=todo)
-    recorded = []
-    for line, cells in read_rows(spec):
-        pair = (0, *cells) if len(cells) == 1 else tuple(cells)
+    table, recorded = read_table(spec), []
+    backwards = len(table.header) == 2 and "prompt" in table.header[1]
+    for line, cells in table.rows:
+        pair = (0, *cells) if len(cells) == 1 else tuple(reversed(cells)) if backwards else tuple(cells)
         if len(pair) != 2 or sum(pair) < 2 or min(pair) < 0 or any(value % 1 for value in pair):
             raise BenchError(f"{cells} is no length", where=f"{spec}:{line}", todo="give LENGTH or PROMPT,COMPLETION")
         recorded.append((int(pair[0]), int(pair[1])))
@@ -176,8 +179,14 @@ class _Sequence(NamedTuple):
     truncated: bool
 
 
-def build_micro_batch(spec: PayloadSpec, routing: RoutingSpec | None, seed: int, index: int) -> Batch:
+def build_micro_batch(
+    spec: PayloadSpec, routing: RoutingSpec | None, seed: int, index: int, sequences: int | None = None
+) -> Batch:
     """Build micro-batch number `index` (0, 1, ...) of a run.
+
+    Args:
+      sequences: most that it may hold; None holds what fits. A step's last one may have fewer, and empty rows, as in
+        Tunix.
 
     Returns:
       A dict with the keys FIELDS; None for what the run does not carry, an int for num_segments.
@@ -186,7 +195,7 @@ def build_micro_batch(spec: PayloadSpec, routing: RoutingSpec | None, seed: int,
       BenchError: the sizes contradict each other, or a routing target is unattainable.
     """
     check_specs(spec, routing)
-    placed = _place(spec, seed, index)
+    placed = _place(spec, seed, index, sequences)
     batch = _fill(spec, placed, seed, index)
     if spec.num_experts:
         assigned = np.full((spec.rows, spec.width), not routing.leave_unset)
@@ -217,7 +226,7 @@ def _draw(spec: PayloadSpec, lengths: Lengths, rng: np.random.Generator, count: 
     return np.stack([prompt, total - prompt, cut], axis=1).tolist()
 
 
-def _place(spec: PayloadSpec, seed: int, index: int) -> list[_Sequence]:
+def _place(spec: PayloadSpec, seed: int, index: int, sequences: int | None) -> list[_Sequence]:
     """Draw sequences and give each its place: one a row when padded, first-fit decreasing when packed, as in Tunix."""
     rng, lengths = generator(seed, index, 1), parse_lengths(spec.lengths)
     asked = lengths.second if lengths.kind == "uniform" else lengths.first if lengths.kind == "fixed" else 0
@@ -228,6 +237,7 @@ def _place(spec: PayloadSpec, seed: int, index: int) -> list[_Sequence]:
         if tokens >= spec.rows * spec.width:
             break
         pool += _draw(spec, lengths, rng, spec.rows)
+    pool = pool[:sequences]
     for i in range(TRUNCATED_EVERY // 2, len(pool), TRUNCATED_EVERY):
         pool[i][2] = 1
     if not spec.packed:
@@ -336,22 +346,26 @@ def real_tokens(batch: Batch) -> int:
     return int(sum(np.count_nonzero(batch[name]) for name in names))
 
 
-def gradient_share(batch: Batch) -> float:
-    """Return the share of scored tokens that carry gradient: advantage not 0, sequence not truncated (0.0 to 1.0)."""
+def gradient_share(batch: Batch, masks_overlong: bool = True) -> float:
+    """Return the share of scored tokens that carry gradient (0.0 to 1.0): advantage not 0, sequence not masked.
+
+    Args:
+      masks_overlong: whether the loss leaves truncated sequences out (--overlong_loss_masking).
+    """
     scored = batch["completion_mask"] > 0
     kept = scored & (batch["advantages"].reshape(len(scored), -1) != 0)
-    if batch["overlong"] is not None:
+    if masks_overlong and batch["overlong"] is not None:
         kept &= batch["overlong"].reshape(len(scored), -1) == 0
     return float(np.count_nonzero(kept) / max(np.count_nonzero(scored), 1))
 
 
-def check_batch(batch: Batch) -> float:
-    """Return `gradient_share(batch)`.
+def check_batch(batch: Batch, masks_overlong: bool = True) -> float:
+    """Return `gradient_share(batch, masks_overlong)`.
 
     Raises:
       BenchError: no token carries gradient: the step would time an empty program.
     """
-    share = gradient_share(batch)
+    share = gradient_share(batch, masks_overlong)
     if share == 0:
         todo = "every advantage is 0 or every sequence truncated: change --sequence-lengths or --replay"
         raise BenchError("no token of the micro-batch carries gradient", where="payload", todo=todo)
@@ -370,6 +384,7 @@ def expected_arrays(spec: PayloadSpec) -> dict[str, tuple[tuple[int, ...], str, 
     fields["advantages"] = (wide, "float32", True)
     for name in ("ref", "old", "rollout"):
         fields[f"{name}_per_token_logps"] = (wide, "float32", getattr(spec, f"with_{name}_logps"))
+    fields |= {name: (wide, "float32", False) for name in ("sampler_is_weights", "returns", "old_values")}
     fields["overlong"] = (wide if spec.packed else wide[:1], "float32", spec.with_overlong)
     if spec.packed:
         fields |= {"segment_ids": (wide, "int32", True), "segment_positions": (wide, "int32", True)}
@@ -403,10 +418,23 @@ def validate_batch(batch: Batch, spec: PayloadSpec) -> list[str]:
         "prompt_mask not padded on the left": (np.diff(batch["prompt_mask"], axis=1) < 0).any(),
         "completion_mask on padding": (scored > 0)[~real[:, -scored.shape[1] :]].any(),
         "advantages or log-probs that are not finite": not all(np.isfinite(value).all() for value in floats),
-        "no token that carries gradient": gradient_share(batch) == 0,
+        "no token that carries gradient": gradient_share(batch, spec.masks_overlong) == 0,
     }
     found += [what for what, wrong in checks.items() if wrong]
-    return found + (_routing_findings(batch["routed_experts"], real & ~last, spec) if spec.num_experts else [])
+    if not spec.num_experts:
+        return found
+    recorded = _has_routing(batch, spec) if spec.packed else True
+    return found + _routing_findings(batch["routed_experts"], real & ~last & recorded, spec)
+
+
+def _has_routing(batch: Batch, spec: PayloadSpec) -> np.ndarray:
+    """Return bool [rows, tokens]: in a segment with any token routed. Tunix packs trajectories whose routing was not
+    recorded beside those whose routing was."""
+    segments = np.clip(batch["segment_ids"], 0, spec.max_segments)
+    segments = segments + np.arange(spec.rows)[:, None] * (spec.max_segments + 1)
+    found = np.zeros(spec.rows * (spec.max_segments + 1), bool)
+    found[segments[batch["routed_experts"][:, :, 0, 0] >= 0]] = True
+    return found[segments]
 
 
 def _shape_findings(batch: Batch, spec: PayloadSpec) -> list[str]:
@@ -420,6 +448,8 @@ def _shape_findings(batch: Batch, spec: PayloadSpec) -> list[str]:
             found += [f"{name}: missing"] if required else []
         elif shape is None:
             found.append(f"{name}: present, but a {'packed' if spec.packed else 'padded'} batch of this model has none")
+        elif name == "advantages" and not spec.packed and value.shape == shape[:1] and value.dtype == dtype:
+            continue  # one a row is legal too
         elif (value.shape, value.dtype) != (shape, dtype):
             found.append(f"{name}: {value.dtype} {list(value.shape)}, expected {dtype} {list(shape)}")
     return found

@@ -87,8 +87,13 @@ def plan_launch(
         shrunk += changed
     if known_keys is not None:
         settings, lost = bench_runtime.check_keys(settings, known_keys, drop_unknown)
-    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, cpu_smoke, lost)
+    own_config = cpu_smoke or (drop_unknown and bool(lost))  # Tunix's builder would pass what was dropped
+    differs = lost + bench_config.disagreements(trainer, orch)
+    job = Job(list(trainer_argv), list(orch_argv), trainer, orch, settings, pad_id, own_config, differs)
     sizes = bench_config.model_sizes(settings)
+    if sizes.num_experts <= 1 and routing_load not in ("none", "uniform"):
+        raise BenchError(f"--routing-load {routing_load}, but {trainer.maxtext_model_name} has no experts",
+                         where="TRAINER_ARGV", todo="drop --routing-load")  # fmt: skip
     has = (lambda name: True) if payload_fields is None else payload_fields.__contains__
     routed = sizes.num_experts > 1 and routing_load != "none"
     spec = bench_payload.PayloadSpec(
@@ -98,9 +103,9 @@ def plan_launch(
         top_k=sizes.top_k, num_generations=batch.num_generations, lengths=lengths,
         with_old_logps=orch.use_rollout_logps, with_rollout_logps=has("rollout_per_token_logps"),
         with_ref_logps=orch.beta != 0 or orch.force_compute_kl, with_overlong=has("overlong"),
-        row_width=batch.row_width,
+        row_width=batch.row_width, masks_overlong=orch.overlong_loss_masking,
     )  # fmt: skip
-    layout = bench_config.expert_layout(trainer, settings)
+    layout = bench_config.expert_layout(settings, num_devices)
     routing = bench_routing.RoutingSpec(
         bench_routing.parse_routing_load(routing_load, sizes.num_layers), layout.shards, layout.row_groups,
         layout.token_chunks, skew, tolerance, layout.sequence_shards, leave_unset) if routed else None  # fmt: skip
@@ -108,12 +113,17 @@ def plan_launch(
     return Plan(job, batch, sizes, spec, routing, routing_load if routed else "none", shrunk)
 
 
-def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[dict[str, Any]], int, dict | None]:
+def make_micro_batches(
+    plan: Plan, options: argparse.Namespace, first_only: bool = False
+) -> tuple[list[dict[str, Any]], int, dict | None]:
     """Build the run's distinct micro-batches, on the host, and check their routing load.
+
+    A step holds the rollouts that the argv say and no more, so its last micro-batch may have empty rows;
+    --micro-batches asks for full ones.
 
     Returns:
       (batches, N per step, load table or None). All N differ; fewer than N are built only where host memory would
-      not hold them, and then they take turns.
+      not hold them, and then they take turns. With `first_only`, the first alone.
 
     Raises:
       OutOfTolerance: the routing load misses its target.
@@ -122,24 +132,31 @@ def make_micro_batches(plan: Plan, options: argparse.Namespace) -> tuple[list[di
     import bench_payload
     import bench_routing
 
+    rollouts = None if options.micro_batches else plan.batch.rollouts_per_step
     if options.replay:
         first = bench_payload.load_npz(options.replay, plan.spec)
     else:
-        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0)
-    count = options.micro_batches or plan.batch.micro_batches(count_sequences(first))
+        first = bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, 0, rollouts)
+    held = count_sequences(first)
+    count = options.micro_batches or plan.batch.micro_batches(held)
     load = None
     if first["routed_experts"] is not None:
         table = bench_routing.measure_load(first["routed_experts"], plan.sizes.num_experts, plan.routing)
         if not options.replay:
             _check_load(table)
         load = {**table.as_dict(), "text": table.lines()}
-    bench_payload.check_batch(first)
-    if options.replay:
+    bench_payload.check_batch(first, plan.spec.masks_overlong)
+    if options.replay or first_only:
         return [first], count, load
     size = sum(value.nbytes for value in first.values() if hasattr(value, "nbytes"))
     distinct = max(1, min(count, int(host_memory_bytes() * 0.5) // max(size, 1)))
-    rest = [bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i) for i in range(1, distinct)]
-    return [first, *rest], count, load
+    batches = [first]
+    for i in range(1, distinct):
+        # At least a group, so that advantages have a mean to differ from: an estimate of N can leave nothing over.
+        left = None if rollouts is None else max(rollouts - held, plan.spec.num_generations)
+        batches.append(bench_payload.build_micro_batch(plan.spec, plan.routing, options.seed, i, left))
+        held += count_sequences(batches[-1])
+    return batches, count, load
 
 
 def _check_load(table: bench_routing.LoadTable) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import bench_stats
-from bench_common import dump_json, is_secret, mask
+from bench_common import MASKED, dump_json, is_secret, mask
 
 SCHEMA = "trainer-bench/1"
 DEVICES_PER_CHIP = {"TPU v2": 2, "TPU v3": 2, "TPU7x": 2}  # jax device_kind; every other TPU has one (jax tpu_info.py)
@@ -28,6 +28,9 @@ class StepRecord:
     update_ready_seconds: float  # first dispatch to the update's readiness on the device
     dispatch_seconds: float  # host time inside fwd_bwd and update; blocks when two computations are in flight
     metrics_seconds: float
+    fwd_bwd_seconds_throttled: list[
+        float
+    ]  # host time of each call: once two computations are in flight, the throttle's
     longest_call_seconds: float
     longest_call: str
     gc_seconds: float  # Python's garbage collector
@@ -116,9 +119,22 @@ def config_document(config: Any) -> dict[str, Any]:
 
 
 def masked_argv(argv: Sequence[str]) -> list[str]:
-    """Return an argv with the values of secret flags masked."""
-    return [name + (f"={mask(name, value)}" if equals else "") for name, equals, value in
-            (word.partition("=") for word in argv)]  # fmt: skip
+    """Return words of `--name=value`, `--name value` or `name=value` with the values of secret names masked."""
+    shown, hides_next = [], False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if hides_next and not word.startswith("--"):
+            shown.append(MASKED)
+        else:
+            shown.append(name + (f"={mask(name, value)}" if equals else ""))
+        hides_next = word.startswith("--") and not equals and is_secret(name)
+    return shown
+
+
+def flag_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables whose flags decide what was measured, secrets masked; None where one is not set."""
+    names = ("MAXTEXT_EXTRA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_FLAGS")
+    return {name: " ".join(masked_argv(environ[name].split(" "))) if name in environ else None for name in names}
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ tests/test_routing_felt.py compares both with MaxText's probes.
 Routing SPEC:
   uniform        the noise of uniform random top-k; nothing is calibrated, the load is still measured
   1.3            one max/mean ratio for all layers
-  FILE           a line per layer, RATIO or LAYER,RATIO (a header and # comments are skipped), or a .json list, also as
-                 `per_layer` of an object
+  FILE           a line per layer, RATIO or LAYER,RATIO (# comments are skipped; a header may name the columns), or
+                 .json: a list of the same, or an object of ratios by layer
   LOG            a MaxText log that has lines of one of these forms (the median of them is taken):
     REQUIRED_RBF step=7 max=1.4100 per_layer=[1.2034,1.4100] program=normal
                  (log_required_ragged_buffer_factor; in the order of MaxText's scanned blocks, which for a model of
@@ -24,13 +24,14 @@ Routing SPEC:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,7 @@ TILE_TOKENS = 1400  # most tokens handled at a time: 60 layers x top-10 of them 
 TILE_RUN = 25  # mean tokens of a tile that share an expert in a row of it: shorter is more varied, and slower
 REPEATS = 8  # in a large block each built token goes to so many places: an eighth of the building
 REPEAT_FROM = 2**13  # least balanced load of a shard for that: a repeated assignment is then < 0.1 % of it
+EVEN_FROM = 2**15  # tokens of a block: from here on its parts are alike without care, tiles being so much smaller
 LOGNORMAL_SIGMA = 0.32  # hottest of 512 experts near 2.5 x the mean, as llama.cpp#28544 saw on a 512-expert model
 SHARD_SIGMA = 0.25  # spread among the shards that are not the fullest: a choice, only the fullest is calibrated
 
@@ -103,16 +105,57 @@ def parse_routing_load(spec: str, num_layers: int) -> tuple[float | None, ...]:
     """
     if spec == "uniform":
         return (None,) * num_layers
-    if re.fullmatch(r"[\d.]+", spec):
+    if _is_number(spec):
         return (number(spec, "routing load"),) * num_layers
     ratios = [] if spec.endswith((".json", ".csv")) else _ratios_of_log(spec, num_layers)
-    if not ratios:
-        rows = [cells for _, cells in read_rows(spec)]
-        ratios = [cells[-1] for cells in (sorted(rows) if len(rows[0]) == 2 else rows)]
+    ratios = ratios or _ratios_of_table(read_table(spec), num_layers, spec)
     if len(ratios) != num_layers:
         todo = "give one ratio per layer, or a single number"
         raise BenchError(f"{len(ratios)} ratios for {num_layers} layers", where=spec, todo=todo)
     return tuple(ratios)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+RATIO_COLUMNS = (
+    "ratio",
+    "max_over_mean",
+    "shard_max_over_mean",
+    "max_load_ratio",
+    "moe_max_load_ratio",
+    "load",
+    "target",
+)
+
+
+def _ratios_of_table(table: Table, num_layers: int, path: str) -> list[float]:
+    """Return the ratios of a table in the order of the layers.
+
+    Raises:
+      BenchError: no column that must be the ratio, or layers that are not 0, 1, 2 ... (or 1, 2, 3 ...), each once.
+    """
+    rows = [cells for _, cells in table.rows]
+    if len(rows) == 1 and not table.header and len(rows[0]) == num_layers > 1:
+        return rows[0]  # one line that holds them all
+    names = table.header or {1: ["ratio"], 2: ["layer", "ratio"]}.get(len(rows[0]), [])
+    layer = [i for i, name in enumerate(names) if "layer" in name]
+    ratio = [i for i, name in enumerate(names) if i not in layer]
+    if len(ratio) > 1:
+        ratio = [i for known in RATIO_COLUMNS for i in ratio if names[i] == known]
+    if not ratio or len(layer) > 1 or any(len(cells) != len(names) for cells in rows):
+        raise BenchError("which column is the ratio?", where=path, todo="give RATIO or LAYER,RATIO, one layer a line")
+    if not layer:
+        return [cells[ratio[0]] for cells in rows]
+    found = sorted((cells[layer[0]], cells[ratio[0]]) for cells in rows)
+    if [number for number, _ in found] not in (list(range(len(found))), list(range(1, len(found) + 1))):
+        raise BenchError("the layers are not 0, 1, 2 ..., each once", where=path, todo="give each layer one line")
+    return [value for _, value in found]
 
 
 def _ratios_of_log(path: str, num_layers: int) -> list[float]:
@@ -137,33 +180,57 @@ def _ratios_of_log(path: str, num_layers: int) -> list[float]:
     return []
 
 
-def read_rows(path: str) -> list[tuple[int, list[float]]]:
-    """Return (line or item number, its numbers) of a text file or a .json list; never empty.
+class Table(NamedTuple):
+    """Numbers of a file: names of the columns in lower case, [] where it has none, and (line or item, numbers)."""
 
-    In text, commas or blanks separate, `#` starts a comment, and a first line of words is a header.
+    header: list[str]
+    rows: list[tuple[int, list[float]]]
+
+
+def read_table(path: str) -> Table:
+    """Return the table of a text file or of a .json file; never empty.
+
+    In text, commas, semicolons or blanks separate, cells may be in double quotes, `#` starts a comment, and a first
+    line of words is the header. In JSON: a list of numbers, of lists or of objects, alone or as the only list (or
+    `per_layer`) of an object; or an object of numbers by layer.
 
     Raises:
       BenchError: unreadable, or something that is not a finite number; the message names the line.
     """
     text = read_text(path)
-    if path.endswith(".json"):
-        try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BenchError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}", todo="give a list") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-            raise BenchError(f"not JSON to read: {error}", where=path, todo="give a list of numbers") from error
-        items = items.get("per_layer") if isinstance(items, dict) else items
-        if not isinstance(items, list):
-            raise BenchError("not a JSON list", where=path, todo="give a list of numbers")
-        rows = [(i, item if isinstance(item, list) else [item]) for i, item in enumerate(items, 1)]
-    else:
-        lines = [(i, line.split("#")[0].strip()) for i, line in enumerate(text.splitlines(), 1)]
-        rows = [(i, re.split(r"[,\s]+", line)) for i, line in lines if line]
-        rows = rows[1:] if rows and rows[0][1][0].isalpha() else rows
+    header, rows = _json_cells(text, path) if path.endswith(".json") else _text_cells(text)
     if not rows:
         raise BenchError("no number in it", where=path, todo="write one a line")
-    return [(i, [number(cell, f"{path}:{i}") for cell in cells]) for i, cells in rows]
+    return Table([name.lower() for name in header], [(i, [number(cell, f"{path}:{i}") for cell in row])
+                                                     for i, row in rows])  # fmt: skip
+
+
+def _text_cells(text: str) -> tuple[list[str], list[tuple[int, list[Any]]]]:
+    lines = [(i, line.split("#")[0].strip()) for i, line in enumerate(text.splitlines(), 1)]
+    rows = [(i, [cell.strip('"') for cell in re.split(r"[,;\s]+", line)]) for i, line in lines if line]
+    named = bool(rows) and any(cell[:1].isalpha() and not _is_number(cell) for cell in rows[0][1])
+    return (rows[0][1], rows[1:]) if named else ([], rows)
+
+
+def _json_cells(text: str, path: str) -> tuple[list[str], list[tuple[int, list[Any]]]]:
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BenchError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}", todo="give a list") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BenchError(f"not JSON to read: {error}", where=path, todo="give a list of numbers") from error
+    if isinstance(items, dict) and items and all(key.isdecimal() for key in items):
+        return ["layer", "ratio"], [(i, list(pair)) for i, pair in enumerate(items.items(), 1)]
+    if isinstance(items, dict):
+        lists = [items["per_layer"]] if "per_layer" in items else [v for v in items.values() if isinstance(v, list)]
+        items = lists[0] if len(lists) == 1 else None
+    if not isinstance(items, list):
+        raise BenchError("not a JSON list", where=path, todo="give a list of numbers")
+    names = list(items[0]) if items and isinstance(items[0], dict) else []
+    if names and any(not isinstance(item, dict) or set(item) != set(names) for item in items):
+        raise BenchError("objects of different keys", where=path, todo="give each the same keys")
+    return names, [(i, [item[name] for name in names] if names else item if isinstance(item, list) else [item])
+                   for i, item in enumerate(items, 1)]  # fmt: skip
 
 
 def number(text: Any, where: str) -> float:
@@ -235,22 +302,31 @@ def build_routing(
     routed = np.empty((rows * width, slots), np.int16)
     if not assigned.all():
         routed.fill(UNSET)
-    blocks = []
-    for block_rows, tokens in _blocks(rows, width, routing):
-        places = (np.arange(rows)[block_rows, None] * width + tokens).ravel()
-        blocks.append(places[assigned.ravel()[places]])
+
+    def assigned_places(layout: RoutingSpec) -> list[np.ndarray]:
+        places = [(np.arange(rows)[block_rows, None] * width + tokens).ravel()
+                  for block_rows, tokens in _blocks(rows, width, layout)]  # fmt: skip
+        return [part[assigned.ravel()[part]] for part in places]
+
+    blocks = assigned_places(routing)
     rng, most = generator(seed, index, 3), max(block.size for block in blocks)
     worst = rng.choice([i for i, block in enumerate(blocks) if block.size == most], size=layers)
     fullest = np.concatenate([rng.permutation(shards) for _ in range(-(-layers // shards))])[:layers]
     skew = _skew_weights(routing.skew, rng, (layers, shards, num_experts // shards))
+    every_chunk, layout = _holds_in_every_chunk(routing, most * top_k), routing
+    if every_chunk and most < EVEN_FROM:
+        chunks = routing.token_chunks * routing.sequence_shards
+        layout = dataclasses.replace(routing, token_chunks=chunks, sequence_shards=1)
+        blocks = assigned_places(layout)
     whole = routed.view(f"V{2 * slots}").ravel()  # one item = all experts of one token, moved as one piece
     for i, block in enumerate(blocks):
         rng = generator(seed, index, 3, i + 1)
+        is_worst = worst // routing.token_chunks == i // layout.token_chunks if every_chunk else worst == i
         large = block.size * top_k >= shards * REPEAT_FROM
         cut = block.size - block.size % REPEATS if large else 0
         for places in (block[:cut].reshape(REPEATS, -1), block[None, cut:]):
             if places.size:
-                loads = _shard_loads(routing, places.shape[1], top_k, num_experts // shards, worst == i, fullest, rng)
+                loads = _shard_loads(routing, places.shape[1], top_k, num_experts // shards, is_worst, fullest, rng)
                 counts = _expert_counts(routing, places.shape, top_k, loads, skew, rng)
                 _deal(whole, places, counts, top_k, rng)
     return routed.reshape(shape)
@@ -263,6 +339,18 @@ def _blocks(rows: int, width: int, routing: RoutingSpec) -> Iterator[tuple[slice
     for group in range(routing.row_groups):
         for chunk in range(routing.token_chunks):
             yield slice(group * height, (group + 1) * height), tokens[:, chunk].ravel()
+
+
+def _holds_in_every_chunk(routing: RoutingSpec, assignments: int) -> bool:
+    """Return whether all chunks of a layer's worst row group get the target's load, rather than one of them.
+
+    Where context shards belong to the expert-parallel group, MaxText's chunk is a c-th of each of them. With the load
+    in every chunk, and each context shard's part of it built alike, the ratio is the same over contiguous chunks, and
+    nobody who counts those finds another. A part is off by half an assignment at most: blocks of too few
+    `assignments` for the tolerance are left as they are.
+    """
+    rounding = 0.5 * routing.sequence_shards * routing.shards / max(assignments, 1)
+    return min(routing.sequence_shards, routing.token_chunks) > 1 and rounding <= routing.tolerance / 2
 
 
 def _skew_weights(skew: str, rng: np.random.Generator, shape: tuple[int, int, int]) -> np.ndarray:

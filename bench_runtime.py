@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bench_config
-from bench_common import BenchError
+from bench_common import BenchError, mask
 from bench_config import Setting
 
 TRAINER_NODES = (  # newest first
@@ -38,7 +38,7 @@ class Job:
     orch: Any
     settings: list[Setting]  # MaxText keys, later ones win
     pad_id: int
-    shrunk: bool = False  # --cpu-smoke: the config is ours, not Tunix's own
+    own_config: bool = False  # built from `settings`, also beside Tunix's builder: --cpu-smoke, dropped keys
     not_the_same_program: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -82,7 +82,8 @@ def check_keys(settings: Sequence[Setting], known: set[str], drop: bool) -> tupl
         raise BenchError(f"MaxText {version} does not know {', '.join(sorted({s.key for s in asked}))}",
                          where=asked[0].source, todo="use the trainer image's MaxText, or "
                          "--drop-unknown-maxtext-keys to run without them (another program)")  # fmt: skip
-    lines = [f"MaxText key dropped, unknown here: {setting} ({setting.source})" for setting in unknown]
+    lines = [f"MaxText key dropped, unknown here: {setting.key}={mask(setting.key, setting.value)} ({setting.source})"
+             for setting in unknown]  # fmt: skip
     return [setting for setting in settings if setting.key in known], lines
 
 
@@ -119,14 +120,19 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Any:
                          todo="make --mesh_* multiply to the JAX devices (a v7x chip is two)") from error  # fmt: skip
 
 
-def make_engine(config: Any, mesh: Any, pad_id: int) -> Any:
-    """Return MaxText's training engine as Tunix's create_maxtext_engine builds it: with the Tunix adapter, and
-    for bfloat16 weights with float32 master weights in the optimizer."""
+def make_engine(config: Any, mesh: Any, pad_id: int, float32_masters: bool = True) -> Any:
+    """Return MaxText's training engine as Tunix's create_maxtext_engine builds it, with the Tunix adapter.
+
+    Args:
+      float32_masters: for bfloat16 weights, keep float32 master weights in the optimizer.
+    """
     from maxtext.training_engine.maxtext_engine import MaxTextTrainingEngine
+
+    masters = float32_masters and str(config.weight_dtype) == "bfloat16"
 
     class Engine(MaxTextTrainingEngine):
         def _build_optimizer(self, tx: Any) -> Any:
-            return super()._build_optimizer(float32_master(tx) if str(config.weight_dtype) == "bfloat16" else tx)
+            return super()._build_optimizer(float32_master(tx) if masters else tx)
 
     with mesh:
         return Engine(config, mesh=mesh, wrap_with_tunix_adapter=True, tokenizer_pad_id=pad_id)
@@ -168,6 +174,7 @@ def float32_master(inner: Any) -> Any:
 
 
 _WORKER_METHODS = "initialize compile with_loss_fn with_gen_model_input_fn fwd_bwd update get_metrics stop".split()
+_SCORING_METHODS = ("model_scope", "per_token_logps")  # of the engine, for the worker's log-prob pass
 _STAGING_METHODS = "stage_fwd_bwd fwd_bwd_staged apply_deferred_update".split()
 
 
@@ -206,12 +213,19 @@ class _WorkerCalls:
         with self._mesh():
             return getattr(self.worker, name)(*args, **kwargs)
 
+    def argument(self, method: str, payload: Any) -> Any:
+        """Return the payload as a method of the worker takes it: wrapped where its first parameter is a request."""
+        first = next(iter(inspect.signature(getattr(self.worker, method)).parameters), "")
+        return self._wrapped(payload) if first == "request" and self._request is not None else payload
+
+    def _wrapped(self, payload: Any) -> Any:
+        named = {"request_id": "bench"} if "request_id" in inspect.signature(self._request).parameters else {}
+        return self._request(payload=payload, **named)
+
     def fwd_bwd(self, payload: Any, last: bool) -> Any:
         """Run one micro-batch; `last` says that the update follows."""
         if self._request is not None:
-            fields = {field.name for field in dataclasses.fields(self._request)}
-            extra = {"request_id": "bench"} if "request_id" in fields else {}
-            return self.call("fwd_bwd", self._request(payload=payload, **extra))
+            return self.call("fwd_bwd", self._wrapped(payload))
         if self.updates_inside:
             return self.call("fwd_bwd", payload, accumulate_gradients=True, apply_optimizer=last)
         return self.call("fwd_bwd", payload)
@@ -305,11 +319,17 @@ class TrainerProgram:
         """Return the policy's per-token log-probs, float32 [B, C] (packed: [B, T]), by the worker's own pass.
 
         Raises:
-          BenchError: the installed worker has no such pass.
+          BenchError: the installed worker has no such pass, or calls what the installed MaxText's engine lacks.
         """
         if self._logps_request is None or not hasattr(self.calls.worker, "per_token_logps"):
             raise BenchError("the installed Tunix's TrainerWorker has no per_token_logps", where="Tunix",
                              todo="--no-use_rollout_logps, or --sampler-logps synthetic")  # fmt: skip
+        # Tunix's worker scores through model_scope, or earlier through per_token_logps; MaxText 0.2.5 has neither, and
+        # the AttributeError would leave the worker in ERROR for good.
+        if self.runtime == "tunix" and not any(hasattr(self.engine, name) for name in _SCORING_METHODS):
+            raise BenchError(f"the installed MaxText's engine has none of {', '.join(_SCORING_METHODS)}",
+                             where="MaxText", todo="use a newer MaxText, or --no-use_rollout_logps and "
+                             "--sampler-logps synthetic")  # fmt: skip
         known = {field.name for field in dataclasses.fields(self._logps_request)}
         values = {"prompt_tokens": batch["prompt_ids"], "completion_tokens": batch["completion_ids"],
                   "temperature": temperature, "model_role": "actor", "pad_id": pad_id, "eos_id": pad_id,
@@ -345,13 +365,32 @@ def _floats(total: Any, weight: Any) -> list[float]:
     return [float(t / w) if w else 0.0 for t, w in zip(totals.ravel(), weights.ravel(), strict=True)]
 
 
-def build_program(job: Job) -> TrainerProgram:
+EngineMaker = Callable[[Any, Any, int], Any]  # (MaxText config, mesh, pad id) -> engine
+
+
+def build_program(
+    job: Job, devices: Sequence[Any] | None = None, make_engine: EngineMaker | None = None
+) -> TrainerProgram:
     """Build and start the program with whichever Tunix is installed.
+
+    Args:
+      devices: of the mesh; None takes all of this process. Given ones need a job with own_config.
+      make_engine: builds the engine of a job with own_config; None takes this module's.
 
     Raises:
       BenchError: what is missing, or what MaxText or the mesh refuses.
     """
-    return _build_tunix(job) if has_tunix_experimental() else _build_standin(job)
+    return (_build_tunix if has_tunix_experimental() else _build_standin)(job, devices, make_engine)
+
+
+def _own_engine(
+    job: Job, devices: Sequence[Any] | None, maker: EngineMaker | None
+) -> tuple[Any, Any, Callable[[], Any]]:
+    """Return (config, mesh, engine factory) from the job's own settings."""
+    config = initialize_config(job.settings)
+    mesh, make = make_mesh(config, devices), maker or make_engine
+    extra = {} if job.trainer.maxtext_fp32_master_weights else {"float32_masters": False}
+    return config, mesh, lambda: make(config, mesh, job.pad_id, **extra)
 
 
 def _kept(factory: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -365,13 +404,12 @@ def _kept(factory: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], A
     return make, lambda: made[-1]
 
 
-def _build_standin(job: Job) -> TrainerProgram:
+def _build_standin(job: Job, devices: Sequence[Any] | None, maker: EngineMaker | None) -> TrainerProgram:
     import tunix_standin
 
     tunix_standin.install()
-    config = initialize_config(job.settings)
-    mesh = make_mesh(config)
-    factory, engine = _kept(lambda: make_engine(config, mesh, job.pad_id))
+    config, mesh, factory = _own_engine(job, devices, maker)
+    factory, engine = _kept(factory)
     calls = _WorkerCalls(tunix_standin.TrainerWorker, tunix_standin, factory, mesh, worker_id=job.trainer.worker_id,
                          logps_chunk_size=job.trainer.compute_logps_chunk_size,
                          logps_micro_batch_size=job.trainer.compute_logps_micro_batch_size)  # fmt: skip
@@ -424,16 +462,16 @@ def pad_id(trainer_argv: Sequence[str], shrunk: bool) -> int:
     """Return the pad token id: the tokenizer's, as Tunix resolves it; 0 for a shrunk vocabulary or without Tunix."""
     if shrunk or not installed("tunix.utils.maxtext_utils"):
         return 0
-    flags = dict(word.lstrip("-").split("=", 1) for word in trainer_argv if "=" in word)
-    names = [flags.get(name, "") for name in ("model_id", "tokenizer_path", "model_dir")]
+    trainer = bench_config.parse_trainer_argv(trainer_argv)
+    names = trainer.model_id, trainer.tokenizer_path, trainer.model_dir
     return int(_need("tunix.utils.maxtext_utils", "get_tokenizer_pad_id").get_tokenizer_pad_id(*names))
 
 
-def _build_tunix(job: Job) -> TrainerProgram:
+def _build_tunix(job: Job, devices: Sequence[Any] | None, maker: EngineMaker | None) -> TrainerProgram:
     datatypes = _need("tunix.experimental.common.datatypes", "RLTrainerPayload")
     worker_module = _need("tunix.experimental.worker.trainer_worker", "TrainerWorker")
     loss_fn, model_input_fn = _tunix_algorithm(job)
-    config, mesh, factory = _tunix_engine(job)
+    config, mesh, factory = _tunix_engine(job, devices, maker)
     factory, engine = _kept(factory)
     calls = _WorkerCalls(worker_module.TrainerWorker, datatypes, factory, mesh, worker_id=job.trainer.worker_id,
                          logps_chunk_size=job.trainer.compute_logps_chunk_size,
@@ -457,25 +495,36 @@ def _need(module: str, *names: str) -> Any:
     return found
 
 
-def _tunix_engine(job: Job) -> tuple[Any, Any, Callable[[], Any]]:
-    """Return (config or None, mesh, engine factory): the trainer node's own where it has one and nothing is shrunk."""
-    for name in TRAINER_NODES:
-        if job.shrunk or not installed(name):
-            continue
-        node = _need(name)
+def _tunix_engine(
+    job: Job, devices: Sequence[Any] | None, maker: EngineMaker | None
+) -> tuple[Any, Any, Callable[[], Any]]:
+    """Return (config or None, mesh, engine factory): the trainer node's own, unless the job's config is ours."""
+    for name in () if job.own_config else TRAINER_NODES:
+        node = _need(name) if installed(name) else None
         if hasattr(node, "_create_trainer_factory") and hasattr(node, "_parse_args"):
-            factory, mesh = node._create_trainer_factory(node._parse_args(_without_runtime_flags(job.trainer_argv)))
+            argv = _without_runtime_flags(job.trainer_argv)
+            # As bench_config has it: the engine's profiler counts micro-steps, and the bench traces whole steps.
+            argv += ["--profiler_steps=0"] if job.trainer.profiler_steps else []
+            factory, mesh = node._create_trainer_factory(node._parse_args(argv))
             return None, mesh, factory
-    config = initialize_config(job.settings)
-    mesh = make_mesh(config)
-    if not job.shrunk:
+    if not job.own_config:
         job.not_the_same_program.append("the installed Tunix has no trainer node with a MaxText backend: config and "
                                         "engine are built here")  # fmt: skip
-    return config, mesh, lambda: make_engine(config, mesh, job.pad_id)
+    return _own_engine(job, devices, maker)
 
 
 def _without_runtime_flags(argv: Sequence[str]) -> list[str]:
-    return [word for word in argv if word.partition("=")[0].lstrip("-") not in bench_config.RUNTIME_FLAGS]
+    """Return an argv without the flags of the process runtime, and without the words that are their values."""
+    kept, value_follows = [], False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if name.lstrip("-") in bench_config.RUNTIME_FLAGS:
+            value_follows = not equals
+            continue
+        if not value_follows or word.startswith("--"):
+            kept.append(word)
+        value_follows = False
+    return kept
 
 
 def _tunix_algorithm(job: Job) -> tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]:

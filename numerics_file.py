@@ -31,7 +31,7 @@ def save_numerics(path: str, run: Any) -> None:
 
     Args:
       path: the .npz.
-      run: bench_driver.Run with .steps, .policy_logps, .batches, .options, .plan and .program.
+      run: bench_loop.Run with .steps, .policy_logps, .batches, .options, .plan and .program.
 
     Raises:
       BenchError: no step was run, or the file cannot be written.

@@ -70,6 +70,8 @@ class FakeProgram:
 
     def stop(self):
         self.stopped += 1
+        if self.misbehave == "unstoppable":
+            raise ValueError("no such worker")
 
 
 def install(program: FakeProgram, patch=setattr) -> None:

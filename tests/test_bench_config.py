@@ -49,6 +49,72 @@ def test_last_flag_wins_and_both_spellings():
     assert trainer("--maxtext_skip_step_on_nan").maxtext_skip_step_on_nan is True
 
 
+def test_orchestrator_values_may_be_words_of_their_own():
+    argv = "--batch_size 6 --top_k -1 --no-shuffle --kl_clamp_value -1.5 --no-use_rollout_logps stray --wandb_name x"
+    found = bench_config.parse_orch_argv(argv.split())
+    assert (found.batch_size, found.kl_clamp_value, found.use_rollout_logps) == (6, -1.5, False)
+    assert found.unread == ["--top_k", "--no-shuffle", "stray", "--wandb_name"]
+    with pytest.raises(BenchError, match="ORCH_ARGV: argument --batch_size: expected one argument"):
+        bench_config.parse_orch_argv(["--batch_size", "--epsilon=0.3"])
+
+
+BARE = ["--trainer_backend=maxtext", "--mesh_fsdp=3"]
+
+
+@pytest.mark.parametrize(
+    ("trainer_flags", "orch_flags", "rows", "width", "rollouts"),
+    [
+        # padded: B = train_micro_batch_size, width P + C, R = mini_batch_size x num_generations
+        ("--train_micro_batch_size=9 --max_prompt_length=7 --max_response_length=30",
+         "--batch_size=22 --mini_batch_size=11 --num_generations=5", 9, 37, 55),
+        # the same, said by the orchestrator alone
+        ("", "--train_micro_batch_size=9 --max_prompt_length=7 --max_response_length=30 --batch_size=11"
+         " --num_generations=5", 9, 37, 55),
+        # and by the trainer alone
+        ("--train_micro_batch_size=9 --max_prompt_length=7 --max_response_length=30 --mini_batch_size=11"
+         " --num_generations=5", "", 9, 37, 55),
+        # packed: B = fsdp x dp x expert, width the budget
+        ("--train_micro_batch_size=9 --max_prompt_length=7 --max_response_length=30",
+         "--max_seq_token_per_tpu=101 --trainer_fsdp=3 --trainer_dp=2 --trainer_expert=5 --batch_size=3", 30, 101, 6),
+        # packed without mesh flags: B = train_micro_batch_size
+        ("--train_micro_batch_size=9 --max_prompt_length=7 --max_response_length=30 --max_seq_token_per_tpu=101",
+         "--batch_size=3 --num_generations=7", 9, 101, 21),
+    ],
+)  # fmt: skip
+def test_rows_width_and_rollouts_follow_the_argv_that_says_them(trainer_flags, orch_flags, rows, width, rollouts):
+    args = bench_config.parse_trainer_argv([*BARE, *trainer_flags.split()])
+    plan = bench_config.batch_plan(args, bench_config.parse_orch_argv(orch_flags.split()))
+    assert (plan.rows, plan.row_width, plan.rollouts_per_step) == (rows, width, rollouts)
+    assert plan.micro_batches(plan.rows) == -(-rollouts // rows)
+
+
+def test_two_argv_that_disagree_are_told_apart():
+    argv, orchestrator, env = launch("launch_tiny")
+    plan = plan_launch([*argv, "--max_prompt_length=40"], [*orchestrator, "--num_generations=6"], env, 4)
+    assert (plan.batch.prompt_length, plan.batch.num_generations) == (40, 6)
+    assert plan.job.not_the_same_program == [
+        "the argv disagree on --max_prompt_length (trainer 40, orchestrator 64): the trainer's was taken",
+        "the argv disagree on --num_generations (trainer 4, orchestrator 6): the orchestrator's was taken",
+    ]
+    assert plan_launch(argv, orchestrator, env, 4).job.not_the_same_program == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("num_experts=many", "MAXTEXT_EXTRA_FLAGS: num_experts=many is no whole number"),
+        ("num_moe_token_chunks=", "MAXTEXT_EXTRA_FLAGS: num_moe_token_chunks= is no whole number"),
+        ("ici_fsdp_parallelism=1.5", "ici_fsdp_parallelism=1.5 is no whole number"),
+        ("num_experts=1", "--routing-load 1.2, but qwen3.5-35b-a3b has no experts"),
+    ],
+)
+def test_sizes_that_cannot_be_run_are_refused(flags, message):
+    argv, orchestrator, env = launch("launch_tiny")
+    env = {"MAXTEXT_EXTRA_FLAGS": f"{env['MAXTEXT_EXTRA_FLAGS']} {flags}"}
+    with pytest.raises(BenchError, match=message):
+        plan_launch(argv, orchestrator, env, 4, routing_load="1.2")
+
+
 def test_orchestrator_flags_that_do_not_reach_the_trainer_are_listed():
     assert "--wandb_project" in orch().unread
     assert "--epsilon_high" not in orch().unread
@@ -117,9 +183,34 @@ def test_context_counts_as_expert_parallel_under_cp_as_ep():
     settings = bench_config.maxtext_settings(
         args, bench_config.batch_plan(args, orch()), launch("launch_dryrun")[2], 256
     )
-    assert bench_config.expert_layout(args, settings) == bench_config.ExpertLayout(8, 32, 2, 4)
+    assert bench_config.expert_layout(settings, 256) == bench_config.ExpertLayout(8, 32, 2, 4)
     plain = [setting for setting in settings if setting.key != "custom_mesh_and_rule"]
-    assert bench_config.expert_layout(args, plain).shards == 2
+    assert bench_config.expert_layout(plain, 256).shards == 2
+
+
+def test_dropped_keys_make_the_config_ours():
+    argv, orchestrator, env = launch("launch_tiny")
+    known = set(bench_config.effective(plan_launch(argv, orchestrator, env, 4).job.settings)) - {"packing"}
+    with pytest.raises(BenchError, match="does not know packing"):
+        plan_launch(argv, orchestrator, env, 4, known_keys=known)
+    job = plan_launch(argv, orchestrator, env, 4, known_keys=known, drop_unknown=True).job
+    assert job.own_config and job.not_the_same_program == [
+        "MaxText key dropped, unknown here: packing=True (MAXTEXT_EXTRA_FLAGS)"
+    ]
+    assert "packing" not in bench_config.effective(job.settings)
+    assert not plan_launch(argv, orchestrator, env, 4, known_keys=known | {"packing"}, drop_unknown=True).job.own_config
+
+
+def test_mesh_axes_of_the_extra_flags_count():
+    argv, orchestrator, env = launch("launch_tiny")
+    flags = "ici_data_parallelism=3 ici_fsdp_parallelism=-1 ici_expert_parallelism=4"
+    args = bench_config.parse_trainer_argv(argv)
+    plan = bench_config.batch_plan(args, bench_config.parse_orch_argv(orchestrator))
+    settings = bench_config.maxtext_settings(args, plan, {"MAXTEXT_EXTRA_FLAGS": flags}, 24)
+    assert bench_config.expert_layout(settings, 24) == bench_config.ExpertLayout(4, 3 * 2, 1, 1)  # fsdp: 24 / 3 / 4
+    smoke = plan_launch(argv, orchestrator, {"MAXTEXT_EXTRA_FLAGS": flags}, 4, cpu_smoke=True)
+    assert smoke.routing.shards * smoke.routing.row_groups == 4  # the CPU's own mesh
+    assert {item.what for item in smoke.shrunk} >= {"ici_data_parallelism", "ici_fsdp_parallelism"}
 
 
 def test_smoke_keeps_what_a_laptop_can_keep_and_says_the_rest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -100,11 +101,32 @@ def test_until_ci_stops_at_a_limit(fake):
     assert len(fake("--steps=5", "--until-ci=0.0001%", "--max-steps=9")[1]["steps"]) == 9
 
 
+def test_until_ci_that_was_not_reached_is_not_enough(fake):
+    code, document, text, _ = fake("--steps=6", "--until-ci=0.0001%", "--max-steps=7", seconds=0.01)
+    assert (code, document["verdict"]) == (1, "not enough")
+    assert any("--until-ci asked for 0.0001%: raise --max-steps" in line for line in document["reasons"])
+    assert "  because the interval is" in text
+
+
 def test_until_ci_stops_when_tight(fake):
     _, document, _, _ = fake("--steps=8", "--until-ci=40%", "--max-steps=60", seconds=0.02)
     assert document["status"] == "ok", document["error"]  # the looks themselves do not count against the clock
     tight = document["headline"]["ci95_half_width"] <= 0.4
     assert len(document["steps"]) == 60 or (tight and document["verdict"] == "ok")
+
+
+def test_times_of_single_calls_are_marked_as_throttled(fake):
+    step = fake("--steps=1")[1]["steps"][0]
+    assert len(step["fwd_bwd_seconds_throttled"]) == 3 and min(step["fwd_bwd_seconds_throttled"]) >= 0.002
+    assert step["dispatch_seconds"] >= sum(step["fwd_bwd_seconds_throttled"])
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)])
+def test_switches_in_the_environment(monkeypatch, value, on):
+    monkeypatch.setenv("STAGE_BEFORE_UPDATE", value)
+    monkeypatch.setenv("BENCH_CPU_SMOKE", value)
+    options = bench_driver.build_parser().parse_args([])
+    assert (options.stage_before_update, options.cpu_smoke) == (on, on)
 
 
 def test_text_and_json_agree(fake):
@@ -122,6 +144,17 @@ def test_document_says_what_it_may_not_be_used_for(fake):
     assert document["memory"]["peak_bytes_max"] == 7
     assert any("only the trainer ran" in line for line in document["may_not_be_used_to_claim"])
     assert document["slots_per_step"] == 3 * 4 * 256
+
+
+def test_secrets_are_masked_in_every_spelling(fake, tiny):
+    tiny.setenv(
+        "ORCH_ARGV", os.environ["ORCH_ARGV"] + " --wandb_api_key s3cret --hf_token=s3cret --no-shuffle --name x"
+    )
+    tiny.setenv("MAXTEXT_EXTRA_FLAGS", os.environ["MAXTEXT_EXTRA_FLAGS"] + " hf_access_token=s3cret  ici_x=1")
+    _, document, text, _ = fake("--steps=1")
+    assert "s3cret" not in text
+    assert document["orch_argv"][-6:] == ["--wandb_api_key", "***", "--hf_token=***", "--no-shuffle", "--name", "x"]
+    assert document["flags"]["MAXTEXT_EXTRA_FLAGS"].endswith(" hf_access_token=***  ici_x=1")
 
 
 def test_provenance_is_copied(fake, tiny):
@@ -155,6 +188,17 @@ def test_a_disk_that_fills_up_loses_no_result(fake, tiny, capsys, tmp_path, opti
     code, document, _, _ = fake("--steps=3", f"{option}={tmp_path}/x.png")
     assert (code, len(document["steps"])) == (2, 3)
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_trace_of_steps_that_are_not_run_is_refused_before_the_run(tiny, capsys):
+    program = FakeProgram()
+    install(program, tiny.setattr)
+    assert bench_driver.main(["--steps=5", "--profile=3:3"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "bench_driver: --profile 3:3: the run ends after step 4; run --steps 6, or trace earlier ones\n",
+    )
+    assert program.log == []
 
 
 @pytest.mark.parametrize("name", ["steps.gif", "steps"])
@@ -195,6 +239,38 @@ def test_faults_end_with_a_result_and_a_stopped_worker(fake, capsys, misbehave, 
     assert piece in document["error"]
     assert capsys.readouterr().err.splitlines()[-1].startswith("bench_driver: ")
     assert program.stopped == 1
+
+
+def test_a_worker_that_does_not_stop_loses_no_result(fake):
+    code, document, text, _ = fake("--steps=2", misbehave="unstoppable")
+    assert (code, document["status"], len(document["steps"])) == (1, "ok", 2)
+    assert "the worker did not stop: ValueError: no such worker" in text
+
+
+def test_an_interrupted_payload_is_one_line(tiny, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    tiny.setattr(bench_driver, "make_micro_batches", interrupted)
+    assert bench_driver.main(["--payload-only", "--cpu-smoke"]) == 130
+    assert capsys.readouterr() == ("", "bench_driver: interrupted by SIGINT\n")
+
+
+def test_out_of_memory_while_the_engine_is_built_has_the_memory_table(fake, tiny):
+    jax = pytest.importorskip("jax")
+
+    def full(job):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 bytes too many")
+
+    install(FakeProgram(), tiny.setattr)
+    tiny.setattr(bench_driver.bench_runtime, "build_program", full)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert bench_driver.main(["--steps=1"]) == 2
+    document = json.loads(out.getvalue().splitlines()[-1])
+    assert document["status"] == "out_of_memory" and "3 bytes too many" in document["error"]
+    assert [row["id"] for row in document["memory"]["devices"]] == [device.id for device in jax.devices()]
+    assert (document["config"], document["mesh"]) == (None, None)
 
 
 def test_a_host_stall_is_named(fake):
@@ -264,6 +340,7 @@ def test_a_hung_step_ends_with_a_result(tmp_path):
     out, err = process.communicate(timeout=120)
     document = json.loads(out.splitlines()[-1])
     assert (process.returncode, document["status"], len(document["steps"])) == (2, "hung", 2)
+    assert document["memory"] is None  # a device that hangs is not asked again
     assert "step 2 did not end within --step-timeout" in err
 
 
@@ -293,7 +370,18 @@ def test_bad_input(tiny, capsys, change, argv, piece):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--steps=0"], ["--steps=x"], ["--profile=3"], ["--until-ci=0%"], ["--micro-batchs=3"], ["--routing-skew=x"]],
+    [
+        ["--seed=-1"],
+        ["--step-timeout=-3"],
+        ["--step-timeout=x"],
+        ["--max-seconds=nan"],
+        ["--steps=0"],
+        ["--steps=x"],
+        ["--profile=3"],
+        ["--until-ci=0%"],
+        ["--micro-batchs=3"],
+        ["--routing-skew=x"],
+    ],
 )
 def test_bad_options(argv, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -331,6 +419,41 @@ def test_routing_out_of_tolerance_is_answer_1_before_any_device(fake, capsys):
     assert "layer 0" in capsys.readouterr().err
 
 
+def test_a_step_trains_the_rollouts_of_the_argv_and_no_more(fake):
+    # 12 rollouts of 100 tokens: two in each of 4 rows make 8, so the second micro-batch holds the other 4
+    document = fake("--steps=1", "--sequence-lengths=fixed:100")[1]
+    assert (document["micro_batches_per_step"], document["real_tokens_per_step"]) == (2, 12 * 100)
+    assert document["slots_per_step"] == 2 * 4 * 256
+    document = fake("--steps=1", "--sequence-lengths=fixed:40")[1]  # 16 would fit, 12 are asked for
+    assert (document["micro_batches_per_step"], document["real_tokens_per_step"]) == (1, 12 * 40)
+    document = fake("--steps=1", "--sequence-lengths=fixed:100", "--micro-batches=3")[1]
+    assert document["real_tokens_per_step"] == 3 * 8 * 100  # full ones
+
+
+def test_the_saved_micro_batch_is_the_runs_own(fake, tiny, tmp_path):
+    for name, argv in (("run", ["--steps=1"]), ("only", ["--payload-only", "--cpu-smoke"])):
+        argv += ["--sequence-lengths=fixed:40", f"--save-payload={tmp_path}/{name}.npz"]
+        fake(*argv) if name == "run" else bench_driver.main(argv)
+    assert (tmp_path / "run.npz").read_bytes() == (tmp_path / "only.npz").read_bytes()
+
+
+def test_a_recorded_batch_gets_log_probs_that_the_gates_keep(fake, tmp_path):
+    path = f"{tmp_path}/batch.npz"
+    fake("--steps=1", f"--save-payload={path}")
+    _, document, _, program = fake("--steps=1", f"--replay={path}")
+    assert program.log.count("logps") == 1 and document["distinct_micro_batches"] == 1
+    assert "logps" not in fake("--steps=1", f"--replay={path}", "--sampler-logps=synthetic")[3].log
+
+
+def test_truncated_sequences_carry_gradient_unless_the_loss_masks_them(fake, tiny):
+    argv = "--batch_size=3 --num_generations=4 --max_seq_token_per_tpu=256 --no-use_rollout_logps"
+    for flag, error in (("", None), ("--overlong_loss_masking", "no token of the micro-batch carries gradient")):
+        tiny.setenv("ORCH_ARGV", f"{argv} {flag}")
+        document = fake("--steps=1", "--sequence-lengths=lognormal:9999:0.1")[1]  # every one is cut
+        assert document["gradient_share"] == (None if error else 1.0)
+        assert document["error"] is None if error is None else error in document["error"]
+
+
 def test_fewer_distinct_batches_where_memory_is_short(tiny):
     tiny.setattr(bench_plan, "host_memory_bytes", lambda: 1)
     options = bench_driver.build_parser().parse_args(["--cpu-smoke", "--payload-only"])
@@ -358,18 +481,38 @@ def real(*argv):
 
 @pytest.fixture(scope="module")
 def real_runs(tmp_path_factory):
-    """Three runs of the real engine: one seed twice, the second traced, and once staged at the step boundary."""
+    """Two runs of the real engine with one seed: a plain one, and one traced and staged at the step boundary.
+
+    Every engine compiles and traces anew, so there are no more. `seen` is what went into the stand-in's worker and came
+    out of it in the plain run: micro-batches and metrics.
+    """
     pytest.importorskip("maxtext", reason="MaxText is not installed")
-    folder = tmp_path_factory.mktemp("real")
+    import tunix_standin
+
+    folder, seen = tmp_path_factory.mktemp("real"), {"fwd_bwd": [], "get_metrics": []}
+    worker = tunix_standin.TrainerWorker
+    fwd_bwd, get_metrics = worker.fwd_bwd, worker.get_metrics
+
+    @functools.wraps(fwd_bwd)
+    def noted_fwd_bwd(self, request, **options):
+        seen["fwd_bwd"].append(request.payload)
+        return fwd_bwd(self, request, **options)
+
+    @functools.wraps(get_metrics)
+    def noted_get_metrics(self):
+        seen["get_metrics"].append(get_metrics(self))
+        return seen["get_metrics"][-1]
+
+    argv = ["--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in driver_environment("launch_tiny").items():
             patch.setenv(name, value)
-        plain = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5")
-        again = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5", "--profile=2:1",
-                     f"--profile-dir={folder}/trace")  # fmt: skip
-        staged = real("--steps=4", "--routing-load=1.2", "--sequence-lengths=lognormal:100:0.5",
-                      "--stage-before-update")  # fmt: skip
-    return {"plain": plain, "again": again, "staged": staged}
+        with pytest.MonkeyPatch.context() as spy:
+            spy.setattr(worker, "fwd_bwd", noted_fwd_bwd)
+            spy.setattr(worker, "get_metrics", noted_get_metrics)
+            plain = real(*argv)
+        again = real(*argv, "--stage-before-update", "--profile=2:1", f"--profile-dir={folder}/trace")
+    return {"plain": plain[1], "again": again[1], "seen": seen}
 
 
 def curve(document):
@@ -377,40 +520,57 @@ def curve(document):
 
 
 def test_real_engine_trains(real_runs):
-    _, document = real_runs["plain"]
+    document = real_runs["plain"]
     assert document["status"] == "ok", document["error"]
     assert document["runtime"] in ("standin", "tunix")
     assert document["mesh"] == {"fsdp": 2, "expert": 2}
-    assert all(step["gradient_norm"] > 0 for step in document["steps"])
+    norms = [step["gradient_norm"] for step in document["steps"]]
+    assert min(norms) > 0 and len(set(norms)) == 4
     assert document["steps"][0]["compiles"] and not document["steps"][-1]["compiles"]
     assert document["load"]["layers"][0]["target"] == 1.2
     assert abs(document["load"]["layers"][0]["relative_error"]) <= 0.01
     assert document["config"]["profiler_steps"] == 0  # else the engine traces micro-steps 1 to 5 unasked
     assert document["versions"]["maxtext"]
+    assert document["staged_boundary"] == {"asked": False, "stopped_at_step": None}
+
+
+def test_real_engine_pools_the_metrics_of_every_micro_batch(real_runs):
+    """Each step's metrics hold one value per micro-batch, weighted by the tokens that it scores and the loss keeps."""
+    document, seen = real_runs["plain"], real_runs["seen"]
+    if document["runtime"] != "standin":
+        pytest.skip("Tunix from git has a worker of its own")
+    count = document["micro_batches_per_step"]
+    assert (len(seen["fwd_bwd"]), len(seen["get_metrics"])) == (4 * count, 4) and count >= 2
+    for step, metrics in enumerate(seen["get_metrics"]):
+        loss = metrics.weighted_metrics["loss"]
+        batches = seen["fwd_bwd"][step * count : (step + 1) * count]
+        kept = [((b.completion_mask > 0) & (b.overlong == 0)).sum() for b in batches]  # --overlong_loss_masking
+        assert loss.denominator.tolist() == kept
+        assert len(set(loss.unreduced_sum.tolist())) == count
+        assert len(metrics.weighted_metrics) + len(metrics.scalar_metrics) >= 90
 
 
 def test_real_documents_keep_their_schema(real_runs):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((ROOT / "schemas" / "trainer-bench-1.schema.json").read_text())
-    for _, document in real_runs.values():
-        jsonschema.Draft202012Validator(schema).validate(document)
+    for name in ("plain", "again"):
+        jsonschema.Draft202012Validator(schema).validate(real_runs[name])
 
 
-def test_one_seed_twice_is_the_same_bit_for_bit(real_runs):
-    assert curve(real_runs["plain"][1]) == curve(real_runs["again"][1])
+def test_one_seed_twice_is_the_same_bit_for_bit_and_neither_trace_nor_staging_changes_a_number(real_runs):
+    assert curve(real_runs["plain"]) == curve(real_runs["again"])
 
 
 def test_profiled_steps_are_excluded_and_the_trace_is_there(real_runs):
-    document = real_runs["again"][1]
+    document = real_runs["again"]
     assert document["status"] == "ok", document["error"]
     assert document["headline"]["excluded_steps"]["2"] == "profiled"
     assert document["profile"]["bytes"] > 0 and document["profile"]["events"] > 0
     assert os.path.exists(document["profile"]["file"])
 
 
-def test_staging_changes_no_number(real_runs):
-    document = real_runs["staged"][1]
-    assert document["status"] == "ok", document["error"]
-    assert curve(document) == curve(real_runs["plain"][1])
-    assert document["staged_boundary"]["boundaries"] >= 1
-    assert real_runs["plain"][1]["staged_boundary"]["asked"] is False
+def test_a_staged_run_reports_the_wait_at_each_boundary(real_runs):
+    staging, steps = real_runs["again"]["staged_boundary"], real_runs["again"]["steps"]
+    assert staging["asked"] and staging["boundaries"] >= 1
+    waits = [step["device_wait_seconds"] for step in steps if step["device_wait_seconds"] is not None]
+    assert staging["device_wait_seconds"] == waits and len(waits) == staging["boundaries"]

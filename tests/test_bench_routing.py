@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -74,7 +75,20 @@ def layouts(draw):
     return (groups * per_group, width, len(targets), top_k), experts, routing
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@pytest.mark.parametrize("leave", [0, 100])
+def test_under_cp_as_ep_the_ratio_is_the_same_over_contiguous_chunks(leave):
+    # 2 row groups x 2 chunks of 4 context shards: a block is 4 rows x 200 tokens x top-8 over 8 shards, 800 a shard
+    routing = RoutingSpec((1.0, 1.2, 1.75, 3.3), 8, 2, 2, "lognormal", 0.01, 4, bool(leave))
+    assigned = np.ones((8, 400), bool)
+    assigned[:, 400 - leave :] = False  # the last context shard
+    routed = build((8, 400, 4, 8), 64, routing, assigned=assigned)
+    assert_distinct(routed)
+    assert ratio_by_hand(routed, 64, routing) == pytest.approx(routing.targets, rel=0.005)
+    contiguous = dataclasses.replace(routing, sequence_shards=1)
+    assert ratio_by_hand(routed, 64, contiguous) == pytest.approx(routing.targets, rel=0.005)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(layouts(), st.integers(0, 2**32), st.integers(0, 50))
 def test_any_attainable_load_is_met_exactly_with_distinct_experts(layout, seed, index):
     shape, experts, routing = layout
@@ -315,6 +329,16 @@ REQUIRED_RBF step=4 max=1.6000 per_layer=[1.3000,1.6000,1.0500] program=dropless
         ("a.csv", "1.1\n1.2\n1.3\n", (1.1, 1.2, 1.3)),
         ("b.csv", "layer,ratio\r\n2,1.3\r\n0,1.1\r\n1,1.2  # the middle\r\n", (1.1, 1.2, 1.3)),
         ("a.txt", "# layer ratio\n0 1.1\n1 1.2\n2 1.3\n", (1.1, 1.2, 1.3)),
+        ("c.csv", "1.1, 1.2, 1.3\n", (1.1, 1.2, 1.3)),
+        ("d.csv", '"Ratio";"Layer"\n1.3;3\n1.1;1\n1.2;2\n', (1.1, 1.2, 1.3)),
+        ("e.csv", "layer,cv,shard_max_over_mean\n0,0.5,1.1\n1,0.5,1.2\n2,0.5,1.3\n", (1.1, 1.2, 1.3)),
+        ("c.json", '{"2": 1.3, "0": 1.1, "1": 1.2}', (1.1, 1.2, 1.3)),
+        (
+            "d.json",
+            '[{"layer": 1, "ratio": 1.2}, {"ratio": 1.3, "layer": 2}, {"layer": 0, "ratio": 1.1}]',
+            (1.1, 1.2, 1.3),
+        ),
+        ("e.json", '{"run": "a", "ratios": [[2, 1.3], [0, 1.1], [1, 1.2]]}', (1.1, 1.2, 1.3)),
         ("rbf.log", RBF, (1.25, 1.5, 1.05)),
         ("max.log", LOG, (2.0, 1.1, 1.1)),  # median of max 2.0, of mean 1.4: 3 x 1.4 = 2.0 + 1.1 + 1.1
         ("both.log", LOG + RBF, (1.25, 1.5, 1.05)),
@@ -327,7 +351,7 @@ def test_ratios_are_read_from_files(tmp_path, name, text, want):
 
 def test_ratios_without_a_file():
     assert parse_routing_load("uniform", 2) == (None, None)
-    assert parse_routing_load("1.25", 3) == (1.25,) * 3
+    assert parse_routing_load("1.25", 3) == parse_routing_load("125e-2", 3) == (1.25,) * 3
 
 
 @pytest.mark.parametrize(
@@ -344,6 +368,11 @@ def test_ratios_without_a_file():
         ("a.csv", "1.1\n1.2\nnan\n", "a.csv:3: 'nan' is not a number"),
         ("a.csv", "layer,ratio\n", "no number in it"),
         ("a.csv", "", "no number in it"),
+        ("a.csv", "0,1.1\n1,1.2\n1,1.3\n", "the layers are not 0, 1, 2 ..., each once"),
+        ("a.csv", "0,1.1\n1,1.2\n3,1.3\n", "the layers are not 0, 1, 2 ..., each once"),
+        ("a.csv", "layer,cv,spread\n0,1,2\n1,1,2\n2,1,2\n", "which column is the ratio?"),
+        ("a.csv", "0,1.1\n1,1.2,9\n2,1.3\n", "which column is the ratio?"),
+        ("a.json", '[{"ratio": 1.1}, {"ratio": 1.2}, {"load": 1.3}]', "objects of different keys"),
         ("a.log", "completed step: 3, seconds: 1.0\n", "a log without moe_max_load_ratio and without REQUIRED_RBF"),
         ("a.log", RBF + "REQUIRED_RBF step=5 max=1 per_layer=[1.0] program=normal\n", "lines of different lengths"),
         ("a.log", "REQUIRED_RBF step=5 max=nan per_layer=[nan,1.0,1.0] program=normal\n", "'nan' is not a number"),
@@ -356,7 +385,7 @@ def test_a_bad_file_is_one_line(tmp_path, name, text, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["1.2.3", "no_such_file.json", "unifrm"])
+@pytest.mark.parametrize("spec", ["1.2.3", "no_such_file.json", "unifrm", "nan", "inf"])
 def test_a_bad_spec_is_refused(spec):
     with pytest.raises(BenchError):
         parse_routing_load(spec, 3)

@@ -173,6 +173,30 @@ def program(payload_class, worker_class=LateAugust):
     return bench_runtime.TrainerProgram("tunix", found, lambda: found.worker.engine, Mesh(), payload_class, None)
 
 
+class Scoring(LateAugust):
+    def per_token_logps(self, items):
+        return types.SimpleNamespace(per_token_logps=self.engine.scores)
+
+
+@dataclasses.dataclass
+class LogprobsRequest:
+    prompt_tokens: object
+    completion_tokens: object
+    pad_id: int
+
+
+def test_the_log_prob_pass_is_the_workers_where_the_engine_has_what_it_calls():
+    for engine in (types.SimpleNamespace(scores=3, model_scope=1), types.SimpleNamespace(scores=3, per_token_logps=1)):
+        made = program(Newest, Scoring)
+        made._logps_request, made.calls.worker.engine = LogprobsRequest, engine
+        assert made.per_token_logps(BATCH, 1.0, 0) == 3
+    made.calls.worker.engine = types.SimpleNamespace(scores=3, fwd_only=1)  # maxtext 0.2.5
+    with pytest.raises(BenchError, match="engine has none of model_scope, per_token_logps; .*synthetic"):
+        made.per_token_logps(BATCH, 1.0, 0)
+    with pytest.raises(BenchError, match="TrainerWorker has no per_token_logps"):
+        program(Newest).per_token_logps(BATCH, 1.0, 0)
+
+
 def test_bring_up_order():
     made = program(object)
     made.start(lambda: None, lambda payload: {})
@@ -238,6 +262,11 @@ def test_unknown_keys_are_listed_or_dropped_with_a_line():
     kept, lines = bench_runtime.check_keys(settings, {"a"}, drop=True)
     assert kept == settings[:1]
     assert len(lines) == 2 and "gdn_cp_mode=head (MAXTEXT_EXTRA_FLAGS)" in lines[0]
+
+
+def test_a_dropped_secret_is_masked():
+    _, lines = bench_runtime.check_keys([Setting("hub_token", "s3cret", "MAXTEXT_EXTRA_FLAGS")], set(), drop=True)
+    assert lines == ["MaxText key dropped, unknown here: hub_token=*** (MAXTEXT_EXTRA_FLAGS)"]
 
 
 def test_tunixs_own_key_goes_without_asking_but_with_a_line():
@@ -372,8 +401,8 @@ def test_newest_tunix_brings_its_own_parser_factory_worker_and_algorithm(tmp_pat
             (tmp_path / parent / "__init__.py").touch()
     script = """
 import json, bench_config, bench_runtime
-trainer_argv = ["--trainer_backend=maxtext", "--discovery_addrs=o:1", "--process_main=x.main", "--model_id=abc",
-                "--worker_id=flags-a", "--compute_logps_chunk_size=512"]
+trainer_argv = ["--trainer_backend=maxtext", "--discovery_addrs", "o:1", "--process_main=x.main", "--model_id", "abc",
+                "--worker_id=flags-a", "--compute_logps_chunk_size=512", "--profiler_steps=5"]
 orch_argv = ["--epsilon_high=0.28", "--loss_agg_mode=token-mean", "--no-use_rollout_logps"]
 job = bench_runtime.Job(trainer_argv, orch_argv, bench_config.parse_trainer_argv(trainer_argv),
                         bench_config.parse_orch_argv(orch_argv), [], bench_runtime.pad_id(trainer_argv, False))
@@ -386,13 +415,29 @@ print(json.dumps([program.runtime, program.config, program.mesh, job.not_the_sam
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     runtime, config, mesh, differs, log = json.loads(result.stdout)
-    trainer_argv = "--trainer_backend=maxtext --model_id=abc --worker_id=flags-a --compute_logps_chunk_size=512".split()
+    trainer_argv = ("--trainer_backend=maxtext --model_id abc --worker_id=flags-a --compute_logps_chunk_size=512"
+                    " --profiler_steps=5 --profiler_steps=0").split()  # fmt: skip
     assert (runtime, config, mesh, differs) == ("tunix", "resolved", "mesh", [])
     assert log == [
         ["parse", trainer_argv],
         ["worker", "flags-a", 512, "mesh"], ["compile", None], ["loss", "tunix loss", True],
         ["input", [3, 3, 0.28, "token-mean"]], ["fwd_bwd", "batch"], ["update"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "extra"), [("true", {}), ("false", {"float32_masters": False})])
+def test_a_config_of_ours_takes_the_callers_devices_and_engine(monkeypatch, flag, extra):
+    """As the AOT check does on a topology, and a run with dropped keys, which Tunix's builder would pass."""
+    monkeypatch.setattr(bench_runtime, "initialize_config", lambda settings: settings)
+    monkeypatch.setattr(bench_runtime, "make_mesh", lambda config, devices: (config, devices))
+    monkeypatch.setattr(bench_runtime, "installed", lambda name: pytest.fail(f"asked for {name}"))
+    trainer = bench_runtime.bench_config.parse_trainer_argv(
+        ["--trainer_backend=maxtext", f"--maxtext_fp32_master_weights={flag}"]
+    )
+    job = bench_runtime.Job([], [], trainer, None, ["a=1"], 7, own_config=True)
+    made = bench_runtime._tunix_engine(job, ["tpu"], lambda *what, **more: (*what, more))
+    assert made[:2] == (["a=1"], (["a=1"], ["tpu"]))
+    assert made[2]() == (["a=1"], (["a=1"], ["tpu"]), 7, extra)
 
 
 @pytest.mark.slow

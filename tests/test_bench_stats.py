@@ -85,9 +85,9 @@ def test_clock_gap():
     assert bench_stats.clock_gap([0.2], 1.8) > 0.8  # the case of maxtext#1217
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)  # 4,000 resamples each
 @given(st.lists(st.floats(0.01, 100), min_size=5, max_size=30))
-def test_interval_holds_the_median_and_is_the_same_again(values):
+def test_interval_lies_among_the_steps_and_is_the_same_again(values):
     first = bench_stats.bootstrap_interval(values, seed=1)
     assert first == bench_stats.bootstrap_interval(values, seed=1)
     assert min(values) <= first[0] <= first[1] <= max(values)

@@ -291,7 +291,7 @@ class FakeEngine:
 def fake_run(log, count=2, waits=(), worker=None, asked=True):
     """Return what bench_driver's Run gives the boundary."""
     calls = types.SimpleNamespace(
-        stages=worker is not None, worker=worker, _request=None,
+        stages=worker is not None, worker=worker, argument=lambda method, payload: payload,
         call=lambda name, *args, **named: log.append(" ".join([name, *map(str, args), *map(str, named)])),
     )  # fmt: skip
     program = types.SimpleNamespace(
@@ -324,7 +324,8 @@ def test_the_order_at_the_boundary():
     assert log == ["fwd_bwd a", "fwd_bwd b last", "prepare c", "wait", "update",
                    "fwd_bwd prepared c", "fwd_bwd a last", "prepare b", "wait", "update"]  # fmt: skip
     assert [one["device_wait_seconds"] for one in crossed] == [1.0, 1.0] and crossed[0]["h2d_seconds"] >= 0
-    assert run.staging == {"asked": True, "through": "engine", "boundaries": 2, "stopped_at_step": None}
+    assert run.staging == {"asked": True, "through": "engine", "boundaries": 2, "device_wait_seconds": [1.0, 1.0],
+                           "stopped_at_step": None}  # fmt: skip
 
 
 def test_staging_stops_where_the_device_is_idle():
