@@ -67,8 +67,10 @@ def shapes_without_shardings() -> Iterator[None]:
         transforms._to_variable = original
 
 
-def make_abstract_engine(config: Any, mesh: Any, pad_id: int) -> Any:
+def make_abstract_engine(config: Any, mesh: Any, pad_id: int, float32_masters: bool = True) -> Any:
     """Return MaxText's engine of shapes, wrapped and with an optimizer as bench_runtime.make_engine builds it.
+
+    Args: as bench_runtime.make_engine takes them.
 
     Raises:
       BenchError: MaxText or flax refuses to build it.
@@ -88,9 +90,9 @@ def make_abstract_engine(config: Any, mesh: Any, pad_id: int) -> Any:
             return model
 
         def _build_optimizer(self, tx: Any) -> Any:
-            narrow = str(config.weight_dtype) == "bfloat16"
+            masters = float32_masters and str(config.weight_dtype) == "bfloat16"
             with shapes_without_shardings():
-                return super()._build_optimizer(bench_runtime.float32_master(tx) if narrow else tx)
+                return super()._build_optimizer(bench_runtime.float32_master(tx) if masters else tx)
 
     return Engine(config, mesh)
 
@@ -150,23 +152,8 @@ def build(job: Mapping[str, Any]) -> Built:
     ours = [("compile_topology", job["topology"]), *AOT_KEYS]
     plan.job.settings += [Setting(key, value, "aot_bench") for key, value in ours]
     plan.job.own_config = True  # config and engine are built by bench_runtime itself, also beside Tunix from git
-    with _on_topology(devices):
-        program = bench_runtime.build_program(plan.job)
+    program = bench_runtime.build_program(plan.job, devices, make_abstract_engine)
     return Built(plan, program.engine, _shapes_of_batch(program, plan.spec), program.config)
-
-
-@contextlib.contextmanager
-def _on_topology(devices: Sequence[Any]) -> Iterator[None]:
-    """Make bench_runtime.build_program use a topology's devices and an engine of shapes."""
-    import bench_runtime
-
-    mesh, engine = bench_runtime.make_mesh, bench_runtime.make_engine
-    bench_runtime.make_mesh = lambda config, _devices=None: mesh(config, devices)
-    bench_runtime.make_engine = make_abstract_engine
-    try:
-        yield
-    finally:
-        bench_runtime.make_mesh, bench_runtime.make_engine = mesh, engine
 
 
 def _shapes_of_batch(program: Any, spec: Any) -> Any:

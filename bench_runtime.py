@@ -365,7 +365,7 @@ def _floats(total: Any, weight: Any) -> list[float]:
     return [float(t / w) if w else 0.0 for t, w in zip(totals.ravel(), weights.ravel(), strict=True)]
 
 
-EngineMaker = Callable[[Any, Any, int], Any]  # (MaxText config, mesh, pad id) -> engine
+EngineMaker = Callable[[Any, Any, int, bool], Any]  # (MaxText config, mesh, pad id, float32 masters) -> engine
 
 
 def build_program(
@@ -389,8 +389,7 @@ def _own_engine(
     """Return (config, mesh, engine factory) from the job's own settings."""
     config = initialize_config(job.settings)
     mesh, make = make_mesh(config, devices), maker or make_engine
-    extra = {} if job.trainer.maxtext_fp32_master_weights else {"float32_masters": False}
-    return config, mesh, lambda: make(config, mesh, job.pad_id, **extra)
+    return config, mesh, lambda: make(config, mesh, job.pad_id, job.trainer.maxtext_fp32_master_weights)
 
 
 def _kept(factory: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
