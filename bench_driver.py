@@ -40,6 +40,7 @@ import bench_config
 import bench_report
 import bench_runtime
 import bench_stats
+import bench_trace
 from bench_common import (
     EXIT_CANNOT,
     EXIT_DIFFERENT,
@@ -118,7 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="stage the next step's first micro-batch before the update (default: $STAGE_BEFORE_UPDATE)",
     )
     add("--profile", type=_window, metavar="FIRST:COUNT", help="trace these optimizer steps with jax.profiler")
-    add("--profile-dir", default="/tmp/trainer-bench-profile", help="where traces go")
+    add("--profile-dir", metavar="DIR",
+        help=f"where traces go (default: {bench_trace.LOCAL_FOLDER}; Pathways: output directory/profile)")  # fmt: skip
     add("--step-timeout", type=_seconds, metavar="SECONDS", help="give a step up as hung after this long")
     add("--steps-file", metavar="FILE", help="append each step as one JSON line")
     add("--out", metavar="FILE", help="also write the result document there")
@@ -194,8 +196,13 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def set_up_platform(options: argparse.Namespace) -> None:
-    """Choose the backend before JAX is imported: virtual CPU devices for a smoke run, else what the pod says."""
+    """Choose the backend before JAX is imported: virtual CPU devices for a smoke run, else what the pod says.
+
+    Raises:
+      BenchError: JAX runs on other devices already, or the backend does not start.
+    """
     if not options.cpu_smoke:
+        bench_runtime.start_backend()
         return
     if "jax" not in sys.modules:
         flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split()
@@ -430,13 +437,16 @@ def execute(run: Run, watch: Watch) -> None:
     import bench_payload
 
     options = run.options
-    set_up_platform(options)
     if not options.cpu_smoke or "maxtext" not in sys.modules:
         say("importing JAX and MaxText")
+    set_up_platform(options)
     run.plan = plan_run(options)
     for why in dict.fromkeys(item.why for item in run.plan.shrunk):
         items = [f"{item.what}={item.now}" for item in run.plan.shrunk if item.why == why]
         say(f"cpu-smoke, {why}: {' '.join(items)}")
+    if options.profile:
+        output, pathways = run.plan.job.trainer.maxtext_output_directory, bench_runtime.through_pathways(os.environ)
+        run.trace_folder = bench_trace.trace_folder(options.profile_dir, output, pathways)
     run.batches, run.count, run.load = make_micro_batches(run.plan, options)
     describe_payload(run.batches[0], run.plan, run.load)
     if options.save_payload:

@@ -47,6 +47,7 @@ class Run:
     next_look: int = 0  # step count at which --until-ci looks at the interval again
     policy_logps: Any = None
     staging: dict[str, Any] = dataclasses.field(default_factory=lambda: {"asked": False, "stopped_at_step": None})
+    trace_folder: str = ""  # of --profile
     trace: dict[str, Any] | None = None
     status: str = "ok"
     error: str | None = None
@@ -165,7 +166,7 @@ def drive(run: Run, watch: Watch) -> None:
     try:
         payloads = [program.payload(batch) for batch in run.batches]
         staged = make_boundary(run, payloads)
-        tracer = Tracer(options)
+        tracer = Tracer(options.profile, run.trace_folder)
         begin = time.perf_counter()
         while True:
             index = len(run.steps)

@@ -58,6 +58,38 @@ def has_tunix_experimental() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
+# JAX's backend
+
+
+def through_pathways(env: Mapping[str, str]) -> bool:
+    """Return whether JAX reaches the slice through a Pathways proxy, as Tunix's K8sJaxContext decides it."""
+    return "proxy" in env.get("JAX_PLATFORMS", "") and bool(env.get("JAX_BACKEND_TARGET"))
+
+
+def start_backend() -> None:
+    """Start JAX's backend as the trainer node's process does before it builds anything (K8sJaxContext.initialize).
+
+    Under Pathways pathwaysutils makes the profiler trace the slice instead of this process, restores checkpoints
+    through the workers where ENABLE_PATHWAYS_PERSISTENCE=1, and switches this process's compilation cache off.
+
+    Raises:
+      BenchError: the backend does not start.
+    """
+    import jax
+
+    if through_pathways(os.environ):
+        import pathwaysutils
+
+        pathwaysutils.initialize()
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise BenchError(f"JAX does not start: {' '.join(str(error).split())[:400]}",
+                         where=f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}",
+                         todo="look at the logs of the pod's pathways-proxy and pathways-rm") from error  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
 # MaxText
 
 

@@ -14,7 +14,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MIN_STEPS = 5  # below this a 95 % interval of a median does not exist (2 * 0.5**5 = 6 %)
+MIN_STEPS = (
+    5  # from the lowest to the highest of five is a 94 % interval of the median (2 * 0.5**5 = 6 %), of four 87 %
+)
 OUTLIER_MADS = 3.5  # modified z-score of Iglewicz and Hoaglin (1993)
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 SETTLED_BAND = 0.01  # a step within 1 % of the later median is never called transient
@@ -133,10 +135,12 @@ def summarize(steps: Sequence[StepTime], warmup: int | None = None, seed: int = 
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the 95 % interval of the median by a moving-block bootstrap.
+    """Return the 95 % interval of the median by a moving-block bootstrap, never narrower than the order statistics'.
 
     Blocks of n**(1/3) neighbours are drawn, so that steps that resemble their neighbours do not make the
-    interval too narrow (Kuensch 1989). 2000 resamples, percentile interval.
+    interval too narrow (Kuensch 1989). 2000 resamples, percentile interval. With few steps that alone is too
+    narrow: of independent normal samples it held the true median in 81 % (n = 5 and 10), 88 % (15) and 92 % (60), and
+    widened to the ranks of the sign test in 93, 98, 96 and 97 % (600 samples each).
     """
     n = len(values)
     block = max(1, round(n ** (1 / 3)))
@@ -149,7 +153,22 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
             sample.extend(values[start : start + block])
         medians.append(statistics.median(sample[:n]))
     medians.sort()
-    return medians[round(0.025 * (RESAMPLES - 1))], medians[round(0.975 * (RESAMPLES - 1))]
+    low, high = medians[round(0.025 * (RESAMPLES - 1))], medians[round(0.975 * (RESAMPLES - 1))]
+    ordered, rank = sorted(values), median_rank(n)
+    return min(low, ordered[rank - 1]), max(high, ordered[n - rank])
+
+
+def median_rank(n: int) -> int:
+    """Return the rank, from 1, whose value and its mirror image hold the median of n samples in 95 % or more.
+
+    The interval that inverts the sign test (Conover, Practical Nonparametric Statistics): the chance that fewer than
+    `rank` of n samples lie below the median, twice, is at most 5 %. Below six samples no rank reaches that; it is 1.
+    """
+    rank, tail = 0, math.comb(n, 0) / 2**n
+    while 2 * tail <= 0.05:
+        rank += 1
+        tail += math.comb(n, rank) / 2**n
+    return max(rank, 1)
 
 
 def _drift(values: Sequence[float], median: float) -> tuple[float | None, bool]:

@@ -23,6 +23,7 @@ from render_edit import (
     flag_values,
     maxtext_keys,
     orch_words,
+    output_directory,
     trainer_words,
     variable,
 )
@@ -73,6 +74,10 @@ def warnings(
         lines.append(f"{problem}, as in the launch")
     if "--trainer_backend" not in trainer.client.flags:
         lines.append("no --trainer_backend in the trainer's flags: check that it runs MaxText")
+    folder = output_directory(trainer.client, plan) or "not set"
+    if any(flag.startswith("--profile=") for flag in plan.driver_flags) and not folder.startswith("gs://"):
+        lines.append(f"--profile will be refused in the pod: Pathways writes traces to a bucket only, and the output"
+                     f" directory is {folder}; give --output-directory gs://...")  # fmt: skip
     lines += _orchestrator_strays(trainer, orch_argv, plan)
     lines += _slice_strays(trainer, plan) if plan.slice is not None else []
     lines += _leftovers(document, plan) + _production_folders(trainer, plan)

@@ -98,3 +98,12 @@ def test_interval_lies_among_the_steps_and_is_the_same_again(values):
 def test_every_step_is_counted_or_explained(values, compiled):
     window = find_window(steps(*values, compiled=compiled))
     assert sorted([*window.indexes, *window.excluded]) == list(range(len(values)))
+
+
+# Ranks of the two-sided 95 % interval of a median, from tables of the sign test.
+@pytest.mark.parametrize(("n", "rank"), [(5, 1), (6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (20, 6), (30, 10)])
+def test_the_interval_is_no_narrower_than_order_statistics(n, rank):
+    assert bench_stats.median_rank(n) == rank
+    values = [1.0 + 0.01 * ((7 * i) % n) for i in range(n)] if n % 7 else [1.0 + 0.01 * i for i in range(n)]
+    low, high = bench_stats.bootstrap_interval(values)
+    assert low <= sorted(values)[rank - 1] and high >= sorted(values)[n - rank]

@@ -413,6 +413,16 @@ def test_argv_environment_and_job_options(run):
     ]  # fmt: skip
 
 
+def test_a_trace_that_pathways_could_not_write_is_named(run):
+    told = "--profile will be refused in the pod: Pathways writes traces to a bucket only"
+    assert told not in run(TINY, "--profile", "2:3").err
+    assert (
+        f"{told}, and the output directory is /mnt/out;"
+        in run(TINY, "--profile", "2:3", "--output-directory", "/mnt/out").err
+    )
+    assert told not in run(TINY, "--output-directory", "/mnt/out").err
+
+
 def test_fields_that_a_launch_lacks_are_added_when_asked_for(run):
     result = run(AUGUST, "--queue", "q", "--namespace", "perf", "--priority", "high")
     assert result.data["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
