@@ -425,8 +425,8 @@ print(json.dumps([program.runtime, program.config, program.mesh, job.not_the_sam
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flag", "extra"), [("true", {}), ("false", {"float32_masters": False})])
-def test_a_config_of_ours_takes_the_callers_devices_and_engine(monkeypatch, flag, extra):
+@pytest.mark.parametrize(("flag", "masters"), [("true", True), ("false", False)])
+def test_a_config_of_ours_takes_the_callers_devices_and_engine(monkeypatch, flag, masters):
     """As the AOT check does on a topology, and a run with dropped keys, which Tunix's builder would pass."""
     monkeypatch.setattr(bench_runtime, "initialize_config", lambda settings: settings)
     monkeypatch.setattr(bench_runtime, "make_mesh", lambda config, devices: (config, devices))
@@ -435,9 +435,9 @@ def test_a_config_of_ours_takes_the_callers_devices_and_engine(monkeypatch, flag
         ["--trainer_backend=maxtext", f"--maxtext_fp32_master_weights={flag}"]
     )
     job = bench_runtime.Job([], [], trainer, None, ["a=1"], 7, own_config=True)
-    made = bench_runtime._tunix_engine(job, ["tpu"], lambda *what, **more: (*what, more))
+    made = bench_runtime._tunix_engine(job, ["tpu"], lambda *what: what)
     assert made[:2] == (["a=1"], (["a=1"], ["tpu"]))
-    assert made[2]() == (["a=1"], (["a=1"], ["tpu"]), 7, extra)
+    assert made[2]() == (["a=1"], (["a=1"], ["tpu"]), 7, masters)
 
 
 @pytest.mark.slow
