@@ -28,4 +28,5 @@ def driver_environment(name: str) -> dict[str, str]:
         "TRAINER_ARGV": shlex.join(trainer),
         "ORCH_ARGV": shlex.join(orch),
         "MAXTEXT_EXTRA_FLAGS": env["MAXTEXT_EXTRA_FLAGS"],
+        "LIBTPU_INIT_ARGS": env["LIBTPU_INIT_ARGS"],  # part of JAX's cache key: programs are compiled once per run
     }
