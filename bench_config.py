@@ -558,6 +558,7 @@ _CPU_MODEL = (  # small enough for two cores, real enough to hold attention, MoE
     ("enable_multi_controller", None, "one process"), ("use_weight_converter", "false", "no weight sync"),
     ("prefuse_moe_weights", "false", "no weight sync"),
 )  # fmt: skip
+_CPU_EXPERTS = ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")  # a dense model stays dense
 CPU_ROWS, CPU_WIDTH = 8, 512  # most rows and tokens per row that a smoke run keeps
 
 
@@ -626,8 +627,9 @@ def cpu_settings(settings: Sequence[Setting], known_keys: set[str] | None) -> tu
                 if setting.key.startswith(("ici_", "dcn_")) and setting.source == "MAXTEXT_EXTRA_FLAGS"}  # fmt: skip
     kept = [setting for setting in settings if setting.key not in dropped or setting.source.startswith("--mesh")]
     shrunk = [Shrunk(key, before[key].value, "(unset)", why) for key, why in dropped.items() if key in before]
+    dense = model_sizes(settings).num_experts <= 1
     for key, value, why in _CPU_MODEL:
-        unknown = known_keys is not None and key not in known_keys
+        unknown = (known_keys is not None and key not in known_keys) or (dense and key in _CPU_EXPERTS)
         if value is None or unknown or (value == "" and key not in before and key != "jax_cache_dir"):
             continue
         was = before[key].value if key in before else "(model file or base.yml)"

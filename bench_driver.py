@@ -512,6 +512,9 @@ def _guarded(run: Run, watch: Watch) -> int:
         run.status, run.error = "failed", str(error)
     except ModuleNotFoundError as error:
         run.status, run.error = "failed", str(missing_package(error))
+    except NotImplementedError as error:  # how MaxText says that it cannot run a config; the words are the cause
+        todo = "; --routing-load none leaves it to the router" if "routing" in str(error) else ""
+        run.status, run.error = "failed", f"MaxText cannot run this: {' '.join(str(error).split())[:600]}{todo}"
     except Exception as error:
         if is_out_of_memory(error):
             run.status = "out_of_memory"

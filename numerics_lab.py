@@ -60,8 +60,7 @@ class Lab:
             raise BenchError(f"{len(jax.devices())} CPU devices, {DEVICES} needed", where="JAX",
                              todo="unset XLA_FLAGS, or start no other JAX program in this process")  # fmt: skip
         self.devices = jax.devices()[:DEVICES]
-        # The shrunk plan has experts whatever the launch has; of a dense model no layer looks at them.
-        self.experts = plan.sizes.num_experts if launch.sizes.num_experts > 1 else 0
+        self.experts = plan.sizes.num_experts if plan.sizes.num_experts > 1 else 0
         self._models: dict[tuple[str, ...], Model] = {}
         self._trainers: dict[tuple[int, str], Trainer] = {}
 
@@ -93,7 +92,6 @@ class Lab:
         own = [f"base_emb_dim={HIDDEN}", f"max_target_length={WIDTH}", f"per_device_batch_size={ROWS / DEVICES}",
                "dtype=float32", "weight_dtype=float32", "grad_dtype=float32", "num_vocab_tiling=1",
                "steps=100"]  # fmt: skip
-        own += [] if self.experts else ["num_experts=1", "num_experts_per_tok=1"]
         return [*self.plan.job.settings, *(Setting(*pair.split("=", 1), "lab") for pair in [*own, *changes])]
 
     def trainer(self, model: Model, name: str = "") -> Trainer:

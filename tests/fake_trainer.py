@@ -44,6 +44,8 @@ class FakeProgram:
         self.losses.append(float("nan") if self.misbehave == "nan" else 0.5 + len(self.losses) / 7)
         if self.misbehave == "raise":
             raise RuntimeError("worker is in state ERROR")
+        if self.misbehave == "unforced":
+            raise NotImplementedError("Forced routing is only supported for decoder_block in (...)")
         if self.misbehave == "oom":
             import jax.numpy as jnp
 

@@ -234,3 +234,11 @@ def test_plan_needs_a_model_that_has_sizes():
 def test_model_sizes_come_from_maxtexts_file():
     argv, orchestrator, env = launch("launch_dryrun")
     assert plan_launch(argv, orchestrator, env, 256).sizes == bench_config.ModelSizes(60, 512, 10, 248_320)
+
+
+@pytest.mark.parametrize(("model", "experts"), [("llama3.1-8b", 1), ("qwen3.5-35b-a3b", 8)])
+def test_a_smoke_run_keeps_a_dense_model_dense(model, experts):
+    pytest.importorskip("maxtext", reason="MaxText is not installed")
+    settings, shrunk = bench_config.cpu_settings([bench_config.Setting("model_name", model, "test")], None)
+    assert bench_config.model_sizes(settings).num_experts == experts
+    assert ("num_experts" in {item.what for item in shrunk}) is (experts > 1)

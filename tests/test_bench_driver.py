@@ -230,6 +230,12 @@ def test_time_between_the_steps_fails_the_clock_audit(fake, tiny):
         ("zero", "failed", "gradient norm is 0"),
         ("same", "failed", "all 3 micro-batches have the loss"),
         ("raise", "failed", "worker is in state ERROR"),
+        (
+            "unforced",
+            "failed",
+            "MaxText cannot run this: Forced routing is only supported for decoder_block in (...);"
+            " --routing-load none leaves it to the router",
+        ),
         ("oom", "out_of_memory", "out of memory after 0 steps"),
     ],
 )
