@@ -97,6 +97,7 @@ def test_the_other_micro_batch_is_seen(four):
     assert "losses" in scenario.difference(four.staged, four.run("before", swapped))
 
 
+@pytest.mark.slow
 def test_four_devices_in_a_process_of_its_own():
     clean = {
         name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "XLA_FLAGS") or "JAX" in name
