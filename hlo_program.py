@@ -354,7 +354,7 @@ class Program:
         """Return which instructions of a computation deserve a closer look."""
         found = self._digests.get(id(computation))
         if found is None:
-            sorts = [SORT[opcode] for opcode in computation.opcodes]
+            sorts = list(map(SORT.__getitem__, computation.opcodes))
             light = sorts.count("light")
             work: list[int] = []
             moves: list[int] = []

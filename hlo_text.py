@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import re
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -185,7 +186,6 @@ class _Reader:
         self.wrapped: _Balance | None = None  # brackets of the last instruction, once lines continue it
         self.wrapped_lines = 0
         self.broken: Computation | None = None  # holds a bracket that never closes: look no further in it
-        self.known: dict[str, str] = {}  # opcodes, one object of each
         self.closers: list[int] = []  # lines that begin with a closing bracket
         self.careful_until = 0  # the line up to which bodies are read line by line
 
@@ -213,7 +213,7 @@ class _Reader:
             is_root, _, opcode = match.groups()
             if is_root:
                 here.root = len(here.opcodes)
-            here.opcodes.append(self.known.setdefault(opcode, opcode))
+            here.opcodes.append(sys.intern(opcode))
             here.texts.append(line)
             self.wrapped = None
             end = line[-1]
@@ -243,8 +243,8 @@ class _Reader:
         if len(found) != len(body) or not body or quoted:  # quoted: a text that goes on behind the line
             self.careful_until = end  # or each of many headers without an end would look as far
             return at
-        here.texts, here.known_names = body, [name for name, _ in found]
-        here.opcodes = [self.known.setdefault(opcode, opcode) for _, opcode in found]
+        names, opcodes = zip(*found, strict=True)
+        here.texts, here.known_names, here.opcodes = body, list(names), list(map(sys.intern, opcodes))
         here.root = len(body) - 1
         while here.root >= 0 and not body[here.root].lstrip().startswith("ROOT "):
             here.root -= 1
@@ -347,7 +347,7 @@ class _Reader:
         if found is not None:
             if found[1]:
                 here.root = len(here.opcodes)
-            here.opcodes.append(self.known.setdefault(found[3], found[3]))
+            here.opcodes.append(sys.intern(found[3]))
             here.texts.append(text)
             here.extra_lines += [len(here.opcodes)] * (len(self.pending) - 1)
             self.pending, self.wrapped = [], None
