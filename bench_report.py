@@ -138,14 +138,21 @@ def flag_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, Any]:
-    """Return the peak bytes per device, and the fullest device; null where the backend reports none (CPU)."""
+    """Return the peak bytes per device, and the fullest device; null where the backend reports none (CPU, Pathways)."""
     rows = []
     for device in devices:
-        stats = device.memory_stats() or {}
+        stats = _memory_stats(device)
         peak, limit = stats.get("peak_bytes_in_use"), stats.get("bytes_limit")
         rows.append({"id": device.id, "peak_bytes": peak, "limit_bytes": limit})
     peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
     return {"peak_bytes_max": max(peaks, default=None), "devices": rows}
+
+
+def _memory_stats(device: Any) -> dict[str, int]:
+    try:
+        return device.memory_stats() or {}
+    except RuntimeError:  # JaxRuntimeError "only supported for addressable PjRt devices": all behind a Pathways proxy
+        return {}
 
 
 def claims(runtime: str | None, shrunk: bool, replayed: bool, routing: str, real_weights: bool) -> list[str]:

@@ -29,11 +29,16 @@ class FakeProgram:
 
     def __init__(self, misbehave: str = "", seconds: float = 0.002):
         self.misbehave, self.seconds, self.log, self.stopped = misbehave, seconds, [], 0
-        device = SimpleNamespace(
-            id=0, device_kind="fake", platform="fake", memory_stats=lambda: {"peak_bytes_in_use": 7}
-        )
+        device = SimpleNamespace(id=0, device_kind="fake", platform="fake", memory_stats=self.memory_stats)
         self.mesh = SimpleNamespace(shape={"fsdp": 1}, devices=SimpleNamespace(flat=[device]))
         self.losses = []
+
+    def memory_stats(self):
+        if self.misbehave == "no memory stats":
+            import jax
+
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: only supported for addressable PjRt devices")
+        return {"peak_bytes_in_use": 7}
 
     def payload(self, batch):
         return batch

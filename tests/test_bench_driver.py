@@ -247,6 +247,14 @@ def test_faults_end_with_a_result_and_a_stopped_worker(fake, capsys, misbehave, 
     assert program.stopped == 1
 
 
+def test_devices_that_report_no_memory_lose_no_result(fake):
+    """As behind a Pathways proxy, whose devices are no PjRt devices and raise."""
+    code, document, _, _ = fake("--steps=2", misbehave="no memory stats")
+    assert (code, document["status"]) == (1, "ok")
+    unknown = {"id": 0, "peak_bytes": None, "limit_bytes": None}
+    assert document["memory"] == {"peak_bytes_max": None, "devices": [unknown]}
+
+
 def test_a_worker_that_does_not_stop_loses_no_result(fake):
     code, document, text, _ = fake("--steps=2", misbehave="unstoppable")
     assert (code, document["status"], len(document["steps"])) == (1, "ok", 2)
