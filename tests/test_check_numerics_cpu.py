@@ -31,7 +31,7 @@ from numerics_checks import Finding
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "launch_tiny.yaml"
-QUICK = ("payload", "routing", "grpo")  # the others compile half a minute of programs each
+QUICK = ("payload", "routing")  # the others compile 20 s to three minutes of programs each
 
 
 # Measures -----------------------------------------------------------------------------------------------------
