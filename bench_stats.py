@@ -14,9 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MIN_STEPS = (
-    5  # from the lowest to the highest of five is a 94 % interval of the median (2 * 0.5**5 = 6 %), of four 87 %
-)
+MIN_STEPS = 5  # lowest to highest of five is a 94 % interval of the median (2 * 0.5**5 = 6 %), of four only 87 %
 OUTLIER_MADS = 3.5  # modified z-score of Iglewicz and Hoaglin (1993)
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 SETTLED_BAND = 0.01  # a step within 1 % of the later median is never called transient
