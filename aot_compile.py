@@ -90,9 +90,8 @@ def make_abstract_engine(config: Any, mesh: Any, pad_id: int, float32_masters: b
             return model
 
         def _build_optimizer(self, tx: Any) -> Any:
-            masters = float32_masters and str(config.weight_dtype) == "bfloat16"
             with shapes_without_shardings():
-                return super()._build_optimizer(bench_runtime.float32_master(tx) if masters else tx)
+                return super()._build_optimizer(bench_runtime.with_masters(tx, config, float32_masters))
 
     return Engine(config, mesh)
 

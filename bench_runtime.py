@@ -160,14 +160,17 @@ def make_engine(config: Any, mesh: Any, pad_id: int, float32_masters: bool = Tru
     """
     from maxtext.training_engine.maxtext_engine import MaxTextTrainingEngine
 
-    masters = float32_masters and str(config.weight_dtype) == "bfloat16"
-
     class Engine(MaxTextTrainingEngine):
         def _build_optimizer(self, tx: Any) -> Any:
-            return super()._build_optimizer(float32_master(tx) if masters else tx)
+            return super()._build_optimizer(with_masters(tx, config, float32_masters))
 
     with mesh:
         return Engine(config, mesh=mesh, wrap_with_tunix_adapter=True, tokenizer_pad_id=pad_id)
+
+
+def with_masters(tx: Any, config: Any, wanted: bool) -> Any:
+    """Return the optax transformation with `float32_master` around it where wanted and the weights are bfloat16."""
+    return float32_master(tx) if wanted and str(config.weight_dtype) == "bfloat16" else tx
 
 
 def float32_master(inner: Any) -> Any:
